@@ -1,0 +1,206 @@
+"""Typed recipes: everything that decides a training run, with nothing left to the code.
+
+A recipe is one TOML file; `config.load` reads it, applies `key=value` overrides, and returns the
+objects below. The field descriptions are the reference documentation of the recipe format.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from openzaya.model.config import PRESETS, ModelConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TokenizerConfig(_Section):
+    """Where the tokenizer comes from: a file, or trained on the recipe's own text sources."""
+
+    path: str | None = Field(None, description="A tokenizer.json; None trains one.")
+    vocab_size: int = Field(2048, gt=256, description="Entries of a trained byte-level BPE.")
+    sample_bytes: int = Field(8_000_000, gt=0, description="Text that BPE training reads.")
+
+
+class SourceConfig(_Section):
+    """One source of documents."""
+
+    kind: Literal["text", "jsonl", "parquet", "hub", "bundled", "stdlib", "tasks"] = Field(
+        description="text: files, one document each (or split by `separator`); jsonl and parquet: "
+        "one document per row; hub: Hugging Face `datasets`; bundled: text shipped with the "
+        "package; stdlib: this Python's own source and documentation; tasks: generated "
+        "arithmetic with verifiable answers."
+    )
+    path: str | None = Field(None, description="File, folder or glob; hub: the data set's name.")
+    field: str = Field("text", description="Column of jsonl, parquet and hub rows.")
+    split: str = Field("train", description="Split of a hub data set.")
+    revision: str | None = Field(None, description="Pinned revision of a hub data set.")
+    separator: str | None = Field(None, description="Cuts text files into documents.")
+    style: Literal["plain", "chat"] = Field(
+        "plain", description="tasks: bare worked lines, or chat with reasoning in <think>."
+    )
+    tasks: tuple[str, ...] = Field((), description="tasks: which kinds; empty means all.")
+    whole: bool = Field(
+        False, description="Pack whole documents only (never cut one at a window border)."
+    )
+    heldout: float = Field(
+        0.02, ge=0, lt=1, description="Share of documents kept for evaluation, never trained on."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> SourceConfig:
+        if self.kind in ("text", "jsonl", "parquet", "hub", "bundled") and not self.path:
+            raise ValueError(f"a source of kind {self.kind!r} needs `path`")
+        return self
+
+
+class PhaseConfig(_Section):
+    """One training phase: its context, data mixture and learning-rate schedule."""
+
+    name: str
+    steps: int = Field(gt=0, description="Optimizer steps.")
+    context: int = Field(gt=1, description="Tokens of one sequence.")
+    batch_sequences: int = Field(gt=0, description="Sequences of one global batch.")
+    micro_sequences: int = Field(gt=0, description="Sequences of one forward and backward pass.")
+    rope_theta: float = Field(10_000.0, gt=0, description="RoPE base, changed at the border.")
+    mixture: dict[str, float] = Field(description="Source name -> share of the tokens.")
+    lr: float = Field(gt=0, description="Peak learning rate of Muon and AdamW.")
+    lr_final: float = Field(ge=0, description="Learning rate at the end of the phase.")
+    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+
+    @model_validator(mode="after")
+    def _check(self) -> PhaseConfig:
+        if self.batch_sequences % self.micro_sequences:
+            raise ValueError(
+                f"phase {self.name!r}: batch_sequences ({self.batch_sequences}) must be a "
+                f"multiple of micro_sequences ({self.micro_sequences})"
+            )
+        if not self.mixture or any(w < 0 for w in self.mixture.values()):
+            raise ValueError(f"phase {self.name!r}: mixture needs shares that are not negative")
+        if sum(self.mixture.values()) <= 0:
+            raise ValueError(f"phase {self.name!r}: the shares of the mixture sum to zero")
+        if self.lr_final > self.lr:
+            raise ValueError(f"phase {self.name!r}: lr_final is above lr")
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"phase {self.name!r}: warmup_steps ({self.warmup_steps}) must be below "
+                f"steps ({self.steps})"
+            )
+        return self
+
+
+class OptimizerConfig(_Section):
+    """Muon for hidden matrices, AdamW for the rest."""
+
+    hidden: Literal["muon", "adamw"] = Field("muon", description="What updates hidden matrices.")
+    momentum: float = Field(0.95, ge=0, lt=1)
+    nesterov: bool = True
+    newton_schulz_steps: int = Field(5, ge=1)
+    newton_schulz_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weight_decay: float = Field(0.1, ge=0, description="On matrices that Muon updates.")
+    adamw_beta1: float = Field(0.9, ge=0, lt=1)
+    adamw_beta2: float = Field(0.95, ge=0, lt=1)
+    adamw_eps: float = Field(1e-8, gt=0)
+    adamw_weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
+
+
+class BalanceConfig(_Section):
+    """Controller of the router's balancing biases."""
+
+    enabled: bool = True
+    lr: float = Field(1e-3, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    skip_share: float = Field(
+        0.0, ge=0, lt=1, description="Target load of the skip class; 0 holds its bias at -1."
+    )
+
+
+class RunConfig(_Section):
+    """Precision, checkpoints, evaluation and logging of a run."""
+
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's choice.")
+    device: str = Field("auto", description="auto, cpu or cuda (ROCm answers to cuda too).")
+    checkpoint_every: int = Field(200, gt=0, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
+    eval_every: int = Field(100, ge=0, description="Steps between held-out losses; 0 is never.")
+    eval_sequences: int = Field(32, gt=0, description="Held-out sequences per source.")
+    tensorboard: bool = True
+
+
+class Recipe(_Section):
+    """A whole training run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run.")
+    description: str = ""
+    seed: int = Field(0, ge=0)
+    model: ModelConfig = Field(description="A preset's name, or a table; see ModelConfig.")
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    sources: dict[str, SourceConfig]
+    phases: tuple[PhaseConfig, ...]
+    optimizer: OptimizerConfig = OptimizerConfig()
+    balance: BalanceConfig = BalanceConfig()
+    run: RunConfig = RunConfig()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _expand_preset(cls, value: Any) -> Any:
+        """`model = "small"` or `model = {preset = "small", num_experts = 4}`."""
+        if isinstance(value, str):
+            value = {"preset": value}
+        if isinstance(value, dict) and "preset" in value:
+            value = dict(value)
+            preset = value.pop("preset")
+            if preset not in PRESETS:
+                raise ValueError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
+            return {**PRESETS[preset].model_dump(), **value}
+        return value
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        if not self.phases:
+            raise ValueError("a recipe needs at least one phase")
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) != len(names):
+            raise ValueError(f"phases need different names, got {names}")
+        for phase in self.phases:
+            unknown = sorted(set(phase.mixture) - set(self.sources))
+            if unknown:
+                raise ValueError(
+                    f"phase {phase.name!r} mixes unknown sources {unknown}; "
+                    f"the recipe defines {sorted(self.sources)}"
+                )
+            if phase.context > self.model.max_position_embeddings:
+                raise ValueError(
+                    f"phase {phase.name!r}: context {phase.context} is longer than the model's "
+                    f"max_position_embeddings {self.model.max_position_embeddings}"
+                )
+        if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
+            raise ValueError(
+                f"tokenizer.vocab_size {self.tokenizer.vocab_size} does not fit into "
+                f"model.vocab_size {self.model.vocab_size}"
+            )
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all phases."""
+        return sum(phase.steps for phase in self.phases)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        """Phase index and step within that phase of global step `step` (0-based).
+
+        Raises:
+            IndexError: if the run has fewer steps.
+        """
+        for index, phase in enumerate(self.phases):
+            if step < phase.steps:
+                return index, step
+            step -= phase.steps
+        raise IndexError("step lies behind the last phase")
