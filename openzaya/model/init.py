@@ -1,0 +1,64 @@
+"""Initial values of parameters (the papers leave them open; each choice says why)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from openzaya.model.cca import CausalConv
+from openzaya.model.experts import Experts
+from openzaya.model.layers import Linear
+from openzaya.model.model import Zaya
+from openzaya.model.router import RouterMLP
+
+
+def init_weights(model: Zaya, seed: int) -> None:
+    """Fill all parameters in place, reproducibly.
+
+    - Embeddings: normal, `initializer_range`.
+    - Linear maps and experts: normal with deviation 1/sqrt(inputs), so that outputs start at the
+      size of inputs whatever the width; those that write to the residual stream are smaller by
+      sqrt(2 * layers).
+    - Convolutions: zero but for their last tap, which passes the token through the depthwise one,
+      and starts the per-head one as a small random map; at first CCA is the q-k mean.
+    - The router's hidden maps have gain sqrt(2) (GELU halves the variance), so that tokens differ
+      in their probabilities from the start: balancing biases move by 1e-3 a step, and where all
+      tokens look alike whole batches flip from one expert to the next.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    into_stream = 1.0 / math.sqrt(2 * config.num_hidden_layers)
+
+    def normal(parameter: torch.Tensor, std: float) -> None:
+        value = torch.randn(parameter.shape, generator=generator) * std
+        parameter.copy_(value)
+
+    with torch.no_grad():
+        normal(model.model.embed_tokens.weight, config.initializer_range)
+        if model.lm_head is not None:
+            normal(model.lm_head.weight, config.initializer_range)
+        for name, module in model.named_modules():
+            if isinstance(module, Linear):
+                gain = into_stream if name.endswith("o_proj") else 1.0
+                normal(module.weight, gain / math.sqrt(module.in_features))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, Experts):
+                normal(module.gate_up_proj, 1.0 / math.sqrt(config.hidden_size))
+                normal(
+                    module.down_proj, into_stream / math.sqrt(config.moe_intermediate_size)
+                )
+            elif isinstance(module, CausalConv):
+                nn.init.zeros_(module.weight)
+                nn.init.zeros_(module.bias)
+                if module.weight.shape[1] == 1:
+                    module.weight[:, 0, -1] = 1.0
+                else:
+                    inputs = module.weight.shape[1] * module.taps
+                    normal(module.weight, 1.0 / math.sqrt(inputs))
+        for module in model.modules():
+            if isinstance(module, RouterMLP):
+                for layer in (module.fc1, module.fc2):
+                    layer.weight.mul_(math.sqrt(2.0))
