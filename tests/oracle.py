@@ -1,4 +1,4 @@
-"""The oracle: `transformers`' ZayaForCausalLM with every parameter randomised, and ours beside it."""
+"""The oracle: `transformers`' ZayaForCausalLM, every parameter randomised, and ours beside it."""
 
 from __future__ import annotations
 

@@ -24,8 +24,10 @@ def init_weights(model: Zaya, seed: int) -> None:
     - Convolutions: zero but for their last tap, which passes the token through the depthwise one,
       and starts the per-head one as a small random map; at first CCA is the q-k mean.
     - The router's hidden maps have gain sqrt(2) (GELU halves the variance), so that tokens differ
-      in their probabilities from the start: balancing biases move by 1e-3 a step, and where all
-      tokens look alike whole batches flip from one expert to the next.
+      in their probabilities from the start: where all tokens look alike, each step of the
+      balancing biases flips whole batches from one expert to the next.
+    - What follows a GELU sees inputs of positive mean. The router's rows there sum to zero, so
+      that this mean, the same for every token, prefers no expert.
     """
     generator = torch.Generator().manual_seed(seed)
     config = model.config
@@ -60,5 +62,7 @@ def init_weights(model: Zaya, seed: int) -> None:
                     normal(module.weight, 1.0 / math.sqrt(inputs))
         for module in model.modules():
             if isinstance(module, RouterMLP):
-                for layer in (module.fc1, module.fc2):
-                    layer.weight.mul_(math.sqrt(2.0))
+                module.fc1.weight.mul_(math.sqrt(2.0))
+                module.fc2.weight.mul_(math.sqrt(2.0))
+                for layer in (module.fc2, module.out_proj):
+                    layer.weight.sub_(layer.weight.mean(1, keepdim=True))

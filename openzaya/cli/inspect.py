@@ -1,0 +1,207 @@
+"""`openzaya inspect`: what a model costs, before anyone builds it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openzaya.errors import UserError
+from openzaya.model.config import PRESETS, ModelConfig
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from openzaya.model.accounting import Account
+
+HELP = "parameters, FLOPs, state and memory of a preset or a checkpoint"
+
+_EPILOG = f"""\
+examples:
+  openzaya inspect zaya1-8b                        at its longest context
+  openzaya inspect zaya1-74b --context 8192 --batch 16
+  openzaya inspect runs/first --json | jq .parameters.total
+
+presets: {", ".join(PRESETS)}
+Nothing is built or loaded: all numbers follow from the shapes.
+"""
+
+_WIDTH = 78
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "model", metavar="PRESET|CHECKPOINT", help="a preset, a model folder, or a training run"
+    )
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens of a sequence (default: the longest)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=1, metavar="N", help="sequences served at once (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the verb."""
+    from openzaya.model.accounting import account
+
+    config = _config(args.model)
+    for option, value in (("--context", args.context), ("--batch", args.batch)):
+        if value is not None and value < 1:
+            raise UserError(f"{option} is {value}; it must be at least 1")
+    counted = account(config, args.context, args.batch)
+    if args.json:
+        fields = {"config": config.model_dump(mode="json"), **counted.to_json()}
+        print(json.dumps({"model": args.model, **fields}, indent=2))
+        return 0
+
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{args.model}[/bold]  {_shape(config)}")
+    for table in _tables(config, counted):
+        console.print(table)
+    if counted.context > config.max_position_embeddings:
+        console.print(
+            f"note: {counted.context:,} tokens are more than the "
+            f"{config.max_position_embeddings:,} this model is made for"
+        )
+    return 0
+
+
+def _config(name: str) -> ModelConfig:
+    """The architecture behind a preset's name or a path."""
+    path = Path(name)
+    if name in PRESETS:
+        return PRESETS[name]
+    if not path.is_dir():
+        raise UserError(
+            f"{name!r} is neither a preset nor a folder. Presets: {', '.join(PRESETS)}; "
+            "or give a model folder with a config.json, or the folder of a training run"
+        )
+    from openzaya.checkpoint.native import CONFIG, read_config
+    from openzaya.checkpoint.run import list_checkpoints
+
+    if not (path / CONFIG).exists() and (checkpoints := list_checkpoints(path)):
+        path = checkpoints[-1][1]
+    return read_config(path)
+
+
+def _shape(config: ModelConfig) -> str:
+    """The architecture in one line."""
+    return (
+        f"{config.num_hidden_layers} layers x {config.hidden_size}, {config.attention}, "
+        f"{config.num_attention_heads} query and {config.num_key_value_heads} kv heads, "
+        f"{config.num_experts} experts"
+    )
+
+
+def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
+    parameters, state = counted.parameters, counted.state
+    p = parameters
+    yield _table(
+        "parameters",
+        ("part", "all", "active per token"),
+        [
+            ("attention", _count(p.attention), _count(p.attention)),
+            ("convolutions", _count(p.convolutions), _count(p.convolutions)),
+            ("router", _count(p.router), _count(p.router)),
+            ("experts", _count(p.experts), _count(p.active_experts)),
+            ("norms, residual scales", _count(p.norms), _count(p.norms)),
+            ("without embeddings", _count(p.total_without_embeddings),
+             _count(p.active_without_embeddings)),
+            ("embeddings", _count(p.embeddings), _count(p.embeddings)),
+            ("with embeddings", _count(p.total), _count(p.active)),
+        ],
+        sums=(5, 7),
+    )
+    forward, decode = counted.forward, counted.decode
+    parts = ("attention", "convolutions", "scores", "router", "experts")
+    rows = [(part, _flops(getattr(forward, part)), _flops(getattr(decode, part))) for part in parts]
+    rows += [
+        ("without LM head", _flops(forward.total_without_head), _flops(decode.total_without_head)),
+        ("LM head", _flops(forward.lm_head), _flops(decode.lm_head)),
+        ("all", _flops(forward.total), _flops(decode.total)),
+        ("training (x 3)", _flops(counted.training_flops), ""),
+    ]
+    yield _table(
+        f"FLOPs per token at {counted.context:,} tokens",
+        ("part", "forward, mean", "decode, last token"),
+        rows,
+        sums=(5, 7, 8),
+    )
+    sliding = sum(kind == "hybrid_sliding" for kind in config.types)
+    capped = f" ({sliding} layers stop at {config.sliding_window:,})" if sliding else ""
+    yield _table(
+        "state of a sequence (bf16 keys and values)",
+        ("what", "bytes", ""),
+        [
+            ("KV per token", f"{state.kv_per_token:,}", _bytes(state.kv_per_token)),
+            ("  multi-head attention", f"{state.mha_kv_per_token:,}",
+             f"{state.compression:.4g}x as much"),
+            ("conv tail and lagged value", f"{state.fixed_per_sequence:,}",
+             _bytes(state.fixed_per_sequence)),
+            (f"KV of {counted.context:,} tokens{capped}", f"{state.kv_at_context:,}",
+             _bytes(state.kv_at_context)),
+        ],
+    )
+    training, serving = counted.training, counted.serving
+    yield _table(
+        "memory",
+        ("to train (without activations)", "", "to serve", ""),
+        [
+            ("weights, fp32", _bytes(training.weights), "weights, bf16", _bytes(serving.weights)),
+            ("gradients, fp32", _bytes(training.gradients),
+             f"state, batch {counted.batch:,}", _bytes(serving.state)),
+            ("Muon momentum", _bytes(training.muon), "", ""),
+            ("AdamW moments", _bytes(training.adamw), "", ""),
+            ("all", _bytes(training.total), "all", _bytes(serving.total)),
+        ],
+        sums=(4,),
+    )
+
+
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], sums: Sequence[int] = ()
+) -> Table:
+    """Text columns to the left, number columns to the right; rows in `sums` stand out."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.width = _WIDTH
+    texts = (0, 2) if len(columns) == 4 else (0,)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number in texts else "right")
+    for number, row in enumerate(rows):
+        table.add_row(*row, style="bold" if number in sums else None)
+    return table
+
+
+def _count(value: float) -> str:
+    """1,290,741,584 -> 1.291 B."""
+    return _scaled(value, 1000, ("", "K", "M", "B", "T"))
+
+
+def _flops(value: float) -> str:
+    """As `_count`, in FLOPs."""
+    return _scaled(value, 1000, ("", "K", "M", "G", "T", "P")) + "FLOP"
+
+
+def _bytes(value: float) -> str:
+    """In binary units, as memory is sold."""
+    return _scaled(value, 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi")) + "B"
+
+
+def _scaled(value: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while value >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = 0 if not power else 3 if value < 10 else 2 if value < 100 else 1
+    return f"{value:.{digits}f} {units[power]}"

@@ -1,0 +1,64 @@
+"""`openzaya VERB ...`: find the verb, run it, turn errors into one message."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import openzaya
+from openzaya.errors import UserError
+
+VERBS = ("demo", "train", "generate", "chat", "inspect")
+
+EXIT_BAD_INPUT = 2
+
+_EPILOG = """\
+start here:
+  openzaya demo                      train a small model in front of you, then talk to it
+  openzaya inspect zaya1-8b          what the full-size model costs
+  openzaya VERB --help               options and examples of a verb
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with all verbs."""
+    parser = argparse.ArgumentParser(
+        prog="openzaya",
+        description=openzaya.__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"openzaya {openzaya.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name in VERBS:
+        module = importlib.import_module(f"openzaya.cli.{name}")
+        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(verb)
+        verb.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0, 2 for bad input (as argparse does), 128 + signal when interrupted.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        return code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Opening what a user points at: a model folder, or the newest whole checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openzaya.checkpoint.atomic import MANIFEST, verify
+from openzaya.checkpoint.native import CONFIG, load_model
+from openzaya.checkpoint.run import newest_checkpoint
+from openzaya.data.chat import CHAT_TEMPLATE
+from openzaya.data.tokenizer import Tokenizer
+from openzaya.errors import UserError
+from openzaya.model.model import Zaya
+from openzaya.serve.chat_format import ChatFormat, NativeFormat, TemplateFormat
+from openzaya.serve.request import check_vocabulary
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+GENERATION_CONFIG = "generation_config.json"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Compute dtypes by name. float16 is none of them: its range is too small for these models."""
+
+
+def to_stderr(message: str) -> None:
+    """Where notices go unless told otherwise."""
+    print(message, file=sys.stderr)
+
+
+def open_checkpoint(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    say: Callable[[str], None] = to_stderr,
+) -> tuple[Zaya, Tokenizer]:
+    """Open model and tokenizer, verified where the folder has a manifest.
+
+    Args:
+        path: a model folder (config.json, model.safetensors, tokenizer.json) or a training run,
+            of which the newest whole checkpoint is taken.
+        dtype: of matrix products.
+        say: told about newer checkpoints that are damaged.
+
+    Raises:
+        UserError: if there is no whole checkpoint, a file is missing or damaged, or tokenizer and
+            model do not belong together.
+    """
+    return open_folder(find_checkpoint(path, say), dtype, device)
+
+
+def find_checkpoint(path: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
+    """The model folder that `path` is or holds, verified where it has a manifest.
+
+    Raises:
+        UserError: if there is none, or none is whole.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is no folder: give a model folder, or the folder of a training run"
+        )
+    if (path / CONFIG).exists() or (path / MANIFEST).exists():
+        problems = verify(path) if (path / MANIFEST).exists() else []
+        if problems:
+            raise UserError(
+                f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint, or copy "
+                "this one again"
+            )
+        return path
+    found = newest_checkpoint(path)
+    if found is None:
+        raise UserError(
+            f"{path} holds no model: it has neither a {CONFIG} nor checkpoints of a training run "
+            "(checkpoints/step-...)"
+        )
+    for damaged in found.damaged:
+        say(f"skipped a damaged checkpoint: {damaged}")
+    if found.damaged:
+        say(f"using the newest whole one: {found.path}")
+    return found.path
+
+
+def open_folder(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Zaya, Tokenizer]:
+    """Open a model folder that `find_checkpoint` has returned; errors as `open_checkpoint`."""
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise UserError(
+            f"{folder} has no {TOKENIZER}: copy the one that the model was trained with there"
+        )
+    tokenizer = Tokenizer.load(file)
+    model = load_model(folder, dtype, device)
+    check_vocabulary(model, tokenizer)
+    return model, tokenizer
+
+
+def open_chat_format(folder: Path, tokenizer: Tokenizer) -> ChatFormat:
+    """The checkpoint's own chat template, or our format where it has none.
+
+    Raises:
+        UserError: if a file or the template cannot be read, or the tokenizer knows no chat.
+    """
+    config = _read_json(folder / TOKENIZER_CONFIG)
+    source, where = config.get("chat_template"), folder / TOKENIZER_CONFIG
+    if (folder / TEMPLATE).is_file():
+        source, where = (folder / TEMPLATE).read_text(encoding="utf-8"), folder / TEMPLATE
+    if isinstance(source, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default", next(iter(named.values()), None))
+    if not source or source == CHAT_TEMPLATE:
+        # Ours is better encoded by its own code, the very one that training uses.
+        return NativeFormat(tokenizer)
+    tokens = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None:
+            tokens[name] = token
+    added = _read_json(folder / TOKENIZER).get("added_tokens", [])
+    control = [token["content"] for token in added]
+    ends = _read_json(folder / GENERATION_CONFIG).get("eos_token_id", [])
+    ends = ends if isinstance(ends, list) else [ends]
+    return TemplateFormat(tokenizer, source, control, tokens, ends, str(where))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}; download or save it again") from error
+    return content

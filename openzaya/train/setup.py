@@ -1,0 +1,141 @@
+"""Everything that can go wrong is tried here, before step 1: files, sizes, tokens, room on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from openzaya.checkpoint.atomic import write_text
+from openzaya.config.load import differences, load_recipe, recipe_to_toml
+from openzaya.config.recipe import Recipe
+from openzaya.data.batches import DataPlan
+from openzaya.data.chat import CHAT_TEMPLATE
+from openzaya.data.tokenizer import Tokenizer
+from openzaya.data.vocabulary import obtain_tokenizer
+from openzaya.errors import UserError
+from openzaya.model.init import init_weights
+from openzaya.model.model import Zaya
+from openzaya.train.state import TrainState
+
+RECIPE = "recipe.toml"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass
+class Run:
+    """A run that is ready to train.
+
+    Attributes:
+        recipe: resolved.
+        folder: where it lives.
+        tokenizer: of the run.
+        plan: its batches.
+        state: freshly initialised.
+        device: where it computes.
+    """
+
+    recipe: Recipe
+    folder: Path
+    tokenizer: Tokenizer
+    plan: DataPlan
+    state: TrainState
+    device: torch.device
+
+
+def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
+    """Prepare the run folder and everything that the recipe names.
+
+    Args:
+        folder: created if need be; one that another recipe was trained in is refused.
+        console: told about steps that take a while.
+
+    Raises:
+        UserError: for anything that would fail later on.
+    """
+    device = _device(recipe)
+    _claim(recipe, folder)
+    tokenizer = _tokenizer(recipe, folder, console)
+    with console.status("reading the sources") as status:
+
+        def progress(source: str, docs: int, tokens: int) -> None:
+            status.update(f"tokenising {source}: {docs:,} documents, {tokens:,} tokens")
+
+        plan = DataPlan(
+            recipe.sources, recipe.phases, tokenizer, folder.parent / "cache", recipe.seed, progress
+        )
+    model = Zaya(recipe.model, getattr(torch, recipe.run.compute_dtype))
+    init_weights(model, recipe.seed)
+    state = TrainState.create(model.to(device), recipe)
+    _check_room(state, recipe, folder)
+    return Run(recipe, folder, tokenizer, plan, state, device)
+
+
+def _device(recipe: Recipe) -> torch.device:
+    name = recipe.run.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"run.device is {name!r}, but no GPU is available; use 'cpu' or 'auto'.")
+    return torch.device(name)
+
+
+def _claim(recipe: Recipe, folder: Path) -> None:
+    """Write the resolved recipe, or check that the folder's is the same."""
+    file = folder / RECIPE
+    if file.is_file():
+        changed = differences(load_recipe(str(file)), recipe)
+        if changed:
+            raise UserError(
+                f"{folder} holds a run of another recipe. Give this one another name "
+                f"(name=...), or remove the folder. What differs:\n  " + "\n  ".join(changed)
+            )
+        return
+    write_text(file, recipe_to_toml(recipe))
+
+
+def _tokenizer(recipe: Recipe, folder: Path, console: Console) -> Tokenizer:
+    """The run's tokenizer: its own copy, else the recipe's file, else trained now."""
+    own = folder / TOKENIZER
+    if own.is_file():
+        tokenizer = Tokenizer.load(own)
+    else:
+        with console.status("obtaining the tokenizer"):
+            tokenizer = obtain_tokenizer(recipe.tokenizer, recipe.sources)
+        tokenizer.save(own)
+    if tokenizer.vocab_size > recipe.model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} entries, but model.vocab_size is "
+            f"{recipe.model.vocab_size}; make the model's at least as large."
+        )
+    return tokenizer
+
+
+def _check_room(state: TrainState, recipe: Recipe, folder: Path) -> None:
+    """Weights, gradients' moments and one more checkpoint than is kept must fit on the disk."""
+    weights = sum(p.numel() * 4 for p in state.model.parameters())
+    need = 3 * weights * (recipe.run.keep_checkpoints + 1)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise UserError(
+            f"{folder} has {free / 2**30:.2f} GiB free; checkpoints of this run need up to "
+            f"{need / 2**30:.2f} GiB. Free some room, or lower run.keep_checkpoints."
+        )
+
+
+def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
+    """What `transformers.AutoTokenizer` needs beside the weights, chat template included."""
+    tokenizer.save(folder / TOKENIZER)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+        "pad_token": tokenizer.decode([tokenizer.pad_id], skip_special=False),
+        "eos_token": tokenizer.decode([tokenizer.eos_id], skip_special=False),
+        "model_max_length": 10**30,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from openzaya.config.recipe import SourceConfig
+from openzaya.data import store as store_module
+from openzaya.data.store import TextStore, is_heldout, open_store, split_long
+from openzaya.data.tokenizer import Tokenizer
+from openzaya.errors import UserError
+
+
+def source(path: Path, heldout: float = 0.2) -> SourceConfig:
+    return SourceConfig(kind="text", path=str(path), separator="|", heldout=heldout)
+
+
+def texts(store: TextStore, tokenizer: Tokenizer) -> tuple[list[str], list[str]]:
+    train, heldout = (
+        [tokenizer.decode(side.document(i).tolist(), skip_special=False) for i in range(len(side))]
+        for side in (store.train, store.heldout)
+    )
+    return train, heldout
+
+
+def test_every_document_is_on_its_side_and_ends(
+    letters: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    calls: list[tuple[int, int]] = []
+    store = open_store(
+        "x", source(letters), byte_tokenizer, tmp_path, lambda d, t: calls.append((d, t))
+    )
+    written = letters.read_text().split("|")
+    train, heldout = texts(store, byte_tokenizer)
+    held = [is_heldout(i, text, 0.2) for i, text in enumerate(written)]
+    assert 2 <= sum(held) <= 16
+    assert train == [f"{t}<eos>" for t, h in zip(written, held, strict=True) if not h]
+    assert heldout == [f"{t}<eos>" for t, h in zip(written, held, strict=True) if h]
+    assert store.train.tokens.dtype == np.uint16
+    assert calls[-1] == (40, len(store.train.tokens) + len(store.heldout.tokens))
+
+
+def test_second_opening_encodes_nothing(
+    letters: Path, tmp_path: Path, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_store("x", source(letters), byte_tokenizer, tmp_path)
+    monkeypatch.setattr(store_module, "_build", lambda *_: pytest.fail("built again"))
+    second = open_store("other name", source(letters), byte_tokenizer, tmp_path)
+    assert texts(first, byte_tokenizer) == texts(second, byte_tokenizer)
+    assert isinstance(second.train.tokens, np.memmap)
+
+
+def test_changed_inputs_get_another_folder(
+    letters: Path, tmp_path: Path, byte_tokenizer: Tokenizer, tokenizer: Tokenizer
+) -> None:
+    cache = tmp_path / "cache"
+    open_store("x", source(letters), byte_tokenizer, cache)
+    open_store("x", source(letters, heldout=0.5), byte_tokenizer, cache)
+    open_store("x", source(letters), tokenizer, cache)
+    letters.write_text(letters.read_text().replace("a", "z"))
+    store = open_store("x", source(letters), byte_tokenizer, cache)
+    assert len(list(cache.iterdir())) == 4
+    assert "zzzzz<eos>" in [text for side in texts(store, byte_tokenizer) for text in side]
+
+
+@pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.parametrize("name", ["train.tokens", "heldout.offsets", "meta.json"])
+def test_damaged_cache_is_rebuilt(
+    letters: Path, tmp_path: Path, byte_tokenizer: Tokenizer, name: str, longer: bool
+) -> None:
+    cache = tmp_path / "cache"
+    whole = texts(open_store("x", source(letters), byte_tokenizer, cache), byte_tokenizer)
+    (folder,) = cache.iterdir()
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content + b"more" if longer else content[:-3])
+    again = open_store("x", source(letters), byte_tokenizer, cache)
+    assert texts(again, byte_tokenizer) == whole
+    assert (folder / name).read_bytes() == content
+    assert list(cache.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize(("share", "sides"), [(1e-9, (1, 1)), (0.999999999, (1, 1)), (0.0, (2, 0))])
+def test_both_sides_keep_a_document(
+    tmp_path: Path, byte_tokenizer: Tokenizer, share: float, sides: tuple[int, int]
+) -> None:
+    path = tmp_path / "two.txt"
+    path.write_text("one|two")
+    store = open_store("x", source(path, share), byte_tokenizer, tmp_path / "cache")
+    assert (len(store.train), len(store.heldout)) == sides
+
+
+def test_a_single_document_is_trained_on(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("only one")
+    store = open_store("x", source(path, 1e-9), byte_tokenizer, tmp_path / "cache")
+    assert (len(store.train), len(store.heldout)) == (1, 0)
+
+
+def test_names_of_special_tokens_stay_text(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a<eos>b<|im_start|>")
+    plain = SourceConfig(kind="text", path=str(path), heldout=0.0)
+    store = open_store("x", plain, byte_tokenizer, tmp_path / "cache")
+    assert (np.asarray(store.train.tokens) < 7).tolist() == [False] * 19 + [True]
+
+
+def test_failed_builds_leave_nothing_behind(
+    letters: Path, tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    cache = tmp_path / "cache"
+    letters.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="not UTF-8"):
+        open_store("x", source(letters), byte_tokenizer, cache)
+    assert not list(cache.iterdir())
+    letters.write_text("fine")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write its tokens to the cache"):
+        open_store("x", source(letters), byte_tokenizer, tmp_path / "file" / "cache")
+
+
+def test_long_documents_are_cut_where_no_token_reaches_over(
+    play: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "_PIECE_CHARACTERS", 500)
+    pieces = split_long(play)
+    assert len(pieces) > 50
+    assert "".join(pieces) == play
+    assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(play)
+    assert split_long("x" * 2000) == ["x" * 2000]
