@@ -123,9 +123,7 @@ def config_from_json(data: dict[str, Any], where: str) -> ModelConfig:
         )
     for name, value in _FIXED.items():
         if data.get(name, value) != value:
-            raise UserError(
-                f"{where}: {name} is {data[name]!r}; only {value!r} is implemented."
-            )
+            raise UserError(f"{where}: {name} is {data[name]!r}; only {value!r} is implemented.")
     fields = {name: data[name] for name in _SAME_NAME if name in data}
     if isinstance(fields.get("eos_token_id"), list):
         fields["eos_token_id"] = fields["eos_token_id"][0]
@@ -272,7 +270,5 @@ def _check_tensors(
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
         raise UserError(
-            f"the weights in {folder} do not match its {CONFIG}: "
-            + "; ".join(problems[:5])
-            + more
+            f"the weights in {folder} do not match its {CONFIG}: " + "; ".join(problems[:5]) + more
         )

@@ -114,8 +114,11 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
             ("router", _count(p.router), _count(p.router)),
             ("experts", _count(p.experts), _count(p.active_experts)),
             ("norms, residual scales", _count(p.norms), _count(p.norms)),
-            ("without embeddings", _count(p.total_without_embeddings),
-             _count(p.active_without_embeddings)),
+            (
+                "without embeddings",
+                _count(p.total_without_embeddings),
+                _count(p.active_without_embeddings),
+            ),
             ("embeddings", _count(p.embeddings), _count(p.embeddings)),
             ("with embeddings", _count(p.total), _count(p.active)),
         ],
@@ -143,12 +146,21 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
         ("what", "bytes", ""),
         [
             ("KV per token", f"{state.kv_per_token:,}", _bytes(state.kv_per_token)),
-            ("  multi-head attention", f"{state.mha_kv_per_token:,}",
-             f"{state.compression:.4g}x as much"),
-            ("conv tail and lagged value", f"{state.fixed_per_sequence:,}",
-             _bytes(state.fixed_per_sequence)),
-            (f"KV of {counted.context:,} tokens{capped}", f"{state.kv_at_context:,}",
-             _bytes(state.kv_at_context)),
+            (
+                "  multi-head attention",
+                f"{state.mha_kv_per_token:,}",
+                f"{state.compression:.4g}x as much",
+            ),
+            (
+                "conv tail and lagged value",
+                f"{state.fixed_per_sequence:,}",
+                _bytes(state.fixed_per_sequence),
+            ),
+            (
+                f"KV of {counted.context:,} tokens{capped}",
+                f"{state.kv_at_context:,}",
+                _bytes(state.kv_at_context),
+            ),
         ],
     )
     training, serving = counted.training, counted.serving
@@ -157,8 +169,12 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
         ("to train (without activations)", "", "to serve", ""),
         [
             ("weights, fp32", _bytes(training.weights), "weights, bf16", _bytes(serving.weights)),
-            ("gradients, fp32", _bytes(training.gradients),
-             f"state, batch {counted.batch:,}", _bytes(serving.state)),
+            (
+                "gradients, fp32",
+                _bytes(training.gradients),
+                f"state, batch {counted.batch:,}",
+                _bytes(serving.state),
+            ),
             ("Muon momentum", _bytes(training.muon), "", ""),
             ("AdamW moments", _bytes(training.adamw), "", ""),
             ("all", _bytes(training.total), "all", _bytes(serving.total)),

@@ -117,7 +117,10 @@ class BalanceConfig(_Section):
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
     skip_share: float = Field(
-        0.0, ge=0, lt=1, description="Target load of the skip class; 0 holds its bias where it is (-1 at first)."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Target load of the skip class; 0 holds its bias where it is (-1 at first).",
     )
 
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+
+import torch
+
 from openzaya.config.recipe import PhaseConfig, Recipe
+from openzaya.model.init import init_weights
+from openzaya.model.model import Zaya
+from openzaya.optim.groups import build_optimizers
 
 
 def scaled(recipe: Recipe, total_steps: int) -> Recipe:
@@ -22,3 +30,34 @@ def scaled(recipe: Recipe, total_steps: int) -> Recipe:
 def step_tokens(phase: PhaseConfig) -> int:
     """Tokens of one global batch, padding included."""
     return phase.batch_sequences * phase.context
+
+
+def measure_rate(recipe: Recipe, steps: int = 3) -> float:
+    """Tokens a second that this machine trains, by a few steps of a throwaway model.
+
+    Takes the first phase's shapes; the first step, which pays for start-up, is not counted.
+    """
+    phase = recipe.phases[0]
+    model = Zaya(recipe.model, getattr(torch, recipe.run.compute_dtype))
+    init_weights(model, seed=0)
+    optimizers = build_optimizers(model, recipe.optimizer)
+    shape = (phase.micro_sequences, phase.context)
+    tokens = torch.randint(0, recipe.model.vocab_size, shape)
+    positions = (torch.arange(phase.context) % (phase.context // 2)).expand(shape)
+    seconds = []
+    for _ in range(1 + steps):
+        started = time.perf_counter()
+        for _ in range(phase.batch_sequences // phase.micro_sequences):
+            hidden = model(tokens, positions=positions).hidden
+            (model.loss(hidden, tokens) / tokens.numel()).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds.append(time.perf_counter() - started)
+    return step_tokens(phase) / statistics.median(seconds[1:])
+
+
+def fitted(recipe: Recipe, seconds: float, rate: float) -> Recipe:
+    """The recipe with as many steps as `seconds` allow at `rate` tokens a second."""
+    tokens = sum(phase.steps * step_tokens(phase) for phase in recipe.phases)
+    return scaled(recipe, max(int(recipe.total_steps * seconds * rate / tokens), 1))

@@ -272,9 +272,7 @@ def _flops(config: ModelConfig, keys: list[float]) -> Flops:
     experts = 2.0 * layers * 3 * width * config.moe_intermediate_size
     lm_head = 2.0 * width * config.vocab_size
     body = attention + convolutions + scores + router + experts
-    return Flops(
-        attention, convolutions, scores, router, experts, lm_head, body + lm_head, body
-    )
+    return Flops(attention, convolutions, scores, router, experts, lm_head, body + lm_head, body)
 
 
 def _seen(config: ModelConfig, layer_type: LayerType, context: int) -> int:
@@ -303,9 +301,7 @@ def state_bytes(config: ModelConfig, context: int, kv_bytes: int = BF16) -> Stat
     multi_head = layers * 2 * config.hidden_size * kv_bytes
     fixed = 0
     if config.attention == "cca":
-        fixed = layers * FP32 * (
-            config.conv_history * config.conv_channels + config.key_width // 2
-        )
+        fixed = layers * FP32 * (config.conv_history * config.conv_channels + config.key_width // 2)
     at_context = one_layer * sum(_seen(config, kind, context) for kind in config.types)
     return StateBytes(
         kv_per_token=layers * one_layer,

@@ -100,10 +100,10 @@ class CCAProjection(nn.Module):
         lead = grouped.taps - 1
         before = layout.positions[:, :1] + torch.arange(-lead, 0, device=latent.device)
         positions = torch.cat([before, layout.positions], dim=1)
-        mixed = sum(
-            layout.earlier(latent, i, positions) * depthwise.tap(i)[:, 0].to(latent.dtype)
-            for i in range(depthwise.taps)
-        )
+        mixed = torch.zeros((), dtype=latent.dtype, device=latent.device)
+        for i in range(depthwise.taps):
+            weight = depthwise.tap(i)[:, 0].to(latent.dtype)
+            mixed = mixed + layout.earlier(latent, i, positions) * weight
         taps = [layout.earlier(mixed, j) for j in range(grouped.taps)]
         heads = self.heads + self.kv_heads
         weight = torch.stack([grouped.tap(j) for j in range(grouped.taps)])

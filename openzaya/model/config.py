@@ -104,7 +104,10 @@ class ModelConfig(BaseModel):
     @property
     def types(self) -> tuple[LayerType, ...]:
         """Type of every layer, filled in where `layer_types` is None."""
-        return self.layer_types or ("hybrid",) * self.num_hidden_layers
+        if self.layer_types is not None:
+            return self.layer_types
+        full: LayerType = "hybrid"
+        return (full,) * self.num_hidden_layers
 
     @property
     def query_width(self) -> int:

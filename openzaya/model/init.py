@@ -49,9 +49,7 @@ def init_weights(model: Zaya, seed: int) -> None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, Experts):
                 normal(module.gate_up_proj, 1.0 / math.sqrt(config.hidden_size))
-                normal(
-                    module.down_proj, into_stream / math.sqrt(config.moe_intermediate_size)
-                )
+                normal(module.down_proj, into_stream / math.sqrt(config.moe_intermediate_size))
             elif isinstance(module, CausalConv):
                 nn.init.zeros_(module.weight)
                 nn.init.zeros_(module.bias)

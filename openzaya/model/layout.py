@@ -176,4 +176,4 @@ class Compaction:
 def compact(padding_mask: Tensor) -> Compaction:
     """Plan the move for any padding: left, right, or holes. [batch, seq] True on real tokens."""
     mask = padding_mask.bool()
-    return Compaction((~mask).to(torch.int8).argsort(1, stable=True), mask)
+    return Compaction((~mask).to(torch.int8).argsort(dim=1, stable=True), mask)

@@ -8,7 +8,7 @@ weight = s_l[expert]                    the unbiased probability, not renormalis
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,8 @@ SKIP_BIAS = -1.0
 """Initial balancing bias of the skip class: as probabilities end at 1, it hardly ever wins."""
 
 
-class Routing(NamedTuple):
+@dataclass
+class Routing:
     """A router's decisions.
 
     Attributes:

@@ -64,7 +64,8 @@ class BalancingController:
             self.biases.copy_(torch.stack(self._buffers()))
 
     def _buffers(self) -> list[Tensor]:
-        return [block.mlp.gate.balancing_biases for block in self._model.model.layers]
+        buffers = self._model.named_buffers()
+        return [buffer for name, buffer in buffers if name.endswith("balancing_biases")]
 
     def _publish(self) -> None:
         for buffer, value in zip(self._buffers(), self.biases.detach(), strict=True):

@@ -10,9 +10,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 (Keller Jordan, "Muon", 2024)."""
 
 
-def newton_schulz(
-    matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
+def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Replace the singular values of each matrix by values near 1.
 
     Args:

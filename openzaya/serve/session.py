@@ -9,7 +9,7 @@ convolutions cannot be cut back like keys and values can.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
@@ -73,7 +73,7 @@ class ChatSession:
         """The model's state after `seen`; None before the first turn."""
         return self._state
 
-    def ask(self, text: str) -> Iterator[Piece]:
+    def ask(self, text: str) -> Generator[Piece, None, None]:
         """Say something, and stream the answer.
 
         The turn counts as soon as a token of the answer is there. Closing the iterator early keeps
@@ -92,7 +92,7 @@ class ChatSession:
             raise UserError(f"{error}; or start a new conversation") from error
         return self._answer(user, prompt)
 
-    def _answer(self, user: Turn, prompt: Prompt) -> Iterator[Piece]:
+    def _answer(self, user: Turn, prompt: Prompt) -> Generator[Piece, None, None]:
         number = sum(turn.role == "assistant" for turn in self.turns)
         splitter = ThinkSplitter(thinking=bool(prompt.opened))
         sampled: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -98,7 +99,9 @@ class LiveView:
     def _eta(self) -> str:
         seconds = int(self._tokens_left / max(self._rate(), 1e-9))
         hours, minutes = seconds // 3600, seconds % 3600 // 60
-        return f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+        return (
+            f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
+        )
 
     def _line(self) -> str:
         r = self._record
@@ -144,6 +147,6 @@ def _spark(values: list[float], width: int) -> str:
         return ""
     width = min(width, len(values))
     edges = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join(_bar((mean - low) / (high - low + 1e-9)) for mean in means)

@@ -125,7 +125,5 @@ class TrainState:
         for label, optimizer in self.optimizers.items():
             own = [p for group in optimizer.param_groups for p in group["params"]]
             result.append((label, optimizer, {p: names[p] for p in own}))
-        result.append(
-            ("balance", self.controller.optimizer, {self.controller.biases: "biases"})
-        )
+        result.append(("balance", self.controller.optimizer, {self.controller.biases: "biases"}))
         return result

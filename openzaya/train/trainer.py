@@ -111,9 +111,7 @@ class _Trainer:
             return None
         loss, load = result
         parameters = list(state.model.parameters())
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optimizer.clip_norm)
-        )
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optimizer.clip_norm))
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise UserError(
                 f"step {state.step + 1}: loss {loss} with gradient norm {norm} is not finite. The "
@@ -145,9 +143,7 @@ class _Trainer:
             "load": load.tolist(),
         }
 
-    def _gradients(
-        self, batch: Batch, micro_sequences: int
-    ) -> tuple[float, torch.Tensor] | None:
+    def _gradients(self, batch: Batch, micro_sequences: int) -> tuple[float, torch.Tensor] | None:
         """Gradients of the mean loss over the global batch, whatever the micro-batch size."""
         model = self.state.model
         targets = int((batch.targets >= 0).sum())

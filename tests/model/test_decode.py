@@ -175,6 +175,17 @@ def test_chunks_longer_than_the_window(window, kinds):
                 assert layer.k.shape[1] <= window, "a sliding layer holds more than its window"
 
 
+def test_no_buffer_entry_is_written_twice_in_one_forward():
+    """Which of two writes to the same entry wins is undefined, on an accelerator at least."""
+    state = small_model(0).new_state(2, 20)
+    state.lengths = [3, 0]
+    access = state.access("hybrid_sliding", 9, [9, 7])
+    targets = list(zip(access.rows.tolist(), access.target.tolist(), strict=True))
+    assert len(targets) == len(set(targets)) == 8
+    kept = sorted(zip(access.rows.tolist(), access.source.tolist(), strict=True))
+    assert kept == [(0, 5), (0, 6), (0, 7), (0, 8), (1, 3), (1, 4), (1, 5), (1, 6)]
+
+
 @pytest.mark.parametrize("window", [1, 2, 4])
 def test_a_window_is_felt(window):
     """The comparisons are blind if the window never matters: without it the logits differ."""

@@ -309,7 +309,7 @@ def test_bf16_is_close_to_fp32_and_flips_few_tokens(record_property):
         flipped.append(float(changed.float().mean()))
         margins.extend((top[..., 0] - top[..., 1])[changed].tolist())
         weight = routing.probabilities.gather(-1, index[..., None]).squeeze(-1)
-        return routing._replace(index=index, weight=weight)
+        return Routing(index, weight, routing.probabilities, routing.state)
 
     for block in rounded.model.layers:
         block.mlp.gate.register_forward_hook(force)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,15 @@ TEXTS = [
     "The user asks; the assistant answers. Two and two are four, 2+2=4.",
     "日本語のテキスト and some emoji 🦊🦊, stop words and all the rest of it.",
 ]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models this small only lose by sharing their work, most of all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @lru_cache(maxsize=1)

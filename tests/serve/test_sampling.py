@@ -27,8 +27,10 @@ def frequencies(**fields: Any) -> list[float]:
         ({"temperature": 0.0}, [1, 0, 0, 0, 0]),
         ({"temperature": 1e-300}, [1, 0, 0, 0, 0]),
         # p^2, renormalised
-        ({"temperature": 0.5}, [0.16 / 0.285, 0.01 / 0.285, 0.09 / 0.285, 0.0225 / 0.285,
-                                0.0025 / 0.285]),
+        (
+            {"temperature": 0.5},
+            [0.16 / 0.285, 0.01 / 0.285, 0.09 / 0.285, 0.0225 / 0.285, 0.0025 / 0.285],
+        ),
         ({"top_k": 2}, [4 / 7, 0, 3 / 7, 0, 0]),
         ({"top_k": -1}, PROBABILITIES),
         ({"top_k": 99}, PROBABILITIES),
@@ -54,7 +56,11 @@ def test_a_row_does_not_depend_on_its_mates() -> None:
     logits = 3 * torch.randn(24, 301, generator=generator)
     logits[5] = logits[6]
     choices: list[dict[str, Any]] = [
-        {}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.1}, {"temperature": 0.0},
+        {},
+        {"top_k": 7},
+        {"top_p": 0.6},
+        {"min_p": 0.1},
+        {"temperature": 0.0},
         {"temperature": 0.3, "top_p": 0.9, "top_k": 50, "min_p": 0.02},
     ]
     settings = [SamplingSettings(seed=row, **choices[row % 6]) for row in range(24)]
@@ -74,8 +80,14 @@ def test_a_row_does_not_depend_on_its_mates() -> None:
 def test_ties_and_extremes() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, -1e30], [3e38, -3e38, 0.0, 0.0]])
     own = SamplingSettings(top_k=2, seed=0)
-    drawn = {tuple(sample(logits, [own, own], [generator_for(SamplingSettings(seed=s)),
-             generator_for(own)])) for s in range(40)}
+    drawn = {
+        tuple(
+            sample(
+                logits, [own, own], [generator_for(SamplingSettings(seed=s)), generator_for(own)]
+            )
+        )
+        for s in range(40)
+    }
     assert drawn == {(0, 0), (1, 0)}
 
 
