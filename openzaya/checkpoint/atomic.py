@@ -12,13 +12,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from openzaya.errors import UserError
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 20
+_FOREIGN_SIGNS = ("os error", "iostream error", "inline_container", "file write failed")
 
 
 @contextmanager
@@ -43,7 +44,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             old = path.with_name(f".{path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
-            scratch.rename(path)
+            try:
+                scratch.rename(path)
+            except BaseException:
+                old.rename(path)
+                raise
             shutil.rmtree(old, ignore_errors=True)
         else:
             scratch.rename(path)
@@ -54,7 +59,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
         # Writers of foreign libraries wrap the system's error in one of their own.
-        if "os error" in str(error).lower():
+        if any(sign in str(error).lower() for sign in _FOREIGN_SIGNS):
             raise UserError(_explain(error, path)) from error
         raise
 
@@ -72,26 +77,28 @@ def write_text(path: Path, text: str) -> None:
         _sync(scratch)
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
         raise UserError(_explain(error, path)) from error
 
 
 def verify(path: Path) -> list[str]:
     """Compare a folder with its manifest; the list of what is wrong is empty if all is well."""
     try:
-        files = json.loads((path / MANIFEST).read_text())["files"]
+        entries = json.loads((path / MANIFEST).read_text())["files"]
+        files = {name: (int(e["bytes"]), str(e["sha256"])) for name, e in entries.items()}
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (ValueError, KeyError, OSError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
     problems = []
-    for name, expected in files.items():
+    for name, (size, digest) in files.items():
         file = path / name
         if not file.is_file():
             problems.append(f"{name} is missing")
-        elif file.stat().st_size != expected["bytes"]:
-            problems.append(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
-        elif _digest(file) != expected["sha256"]:
+        elif file.stat().st_size != size:
+            problems.append(f"{name} has {file.stat().st_size} bytes, not {size}")
+        elif _digest(file) != digest:
             problems.append(f"{name} is damaged: its SHA-256 does not match the manifest")
     return problems
 

@@ -4,6 +4,10 @@ A pure ZAYA1 model is written with `model_type` "zaya" and opens in `transformer
 any of the classic alternatives, or with another meaning of the skip class, is no ZAYA1 model to
 other tools: it gets `model_type` "openzaya" and the whole of our configuration instead, so that
 they refuse it rather than compute something else.
+
+`transformers` 5.24 sets the skip class's balancing bias to -1 whatever the checkpoint says, in
+`from_pretrained`. The controller holds it at -1 by default; where it was trained to something else,
+load the biases again there with `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -60,6 +64,8 @@ _FIXED = {
 }
 """Native switches and legacy flags that we implement with this value only."""
 
+_EMBEDDING = "model.embed_tokens.weight"
+
 _LEGACY_MARKERS = ("zaya_layers", "ffn_hidden_size", "ffn_hidden_size_list", "zaya_mlp_expansion")
 
 
@@ -108,6 +114,9 @@ def config_from_json(data: dict[str, Any], where: str) -> ModelConfig:
         UserError: for another architecture, a legacy dialect, a switch that is not implemented,
             or values that do not fit together.
     """
+    if not isinstance(data, dict):
+        raise UserError(f"{where} holds no table of settings.")
+    data = {name: value for name, value in data.items() if value is not None}
     if data.get("model_type") == "openzaya":
         return _validated(data.get("openzaya", {}), where)
     if data.get("model_type") != "zaya":
@@ -125,23 +134,36 @@ def config_from_json(data: dict[str, Any], where: str) -> ModelConfig:
         if data.get(name, value) != value:
             raise UserError(f"{where}: {name} is {data[name]!r}; only {value!r} is implemented.")
     fields = {name: data[name] for name in _SAME_NAME if name in data}
-    if isinstance(fields.get("eos_token_id"), list):
+    if isinstance(fields.get("eos_token_id"), list) and fields["eos_token_id"]:
         fields["eos_token_id"] = fields["eos_token_id"][0]
-    if data.get("layer_types") is not None:
-        fields["layer_types"] = tuple(data["layer_types"])
-    fields.update(_rope_fields(data.get("rope_parameters"), where))
+    fields.update({name: data[name] for name in ("layer_types",) if name in data})
+    types = data.get("layer_types", ["hybrid"])
+    fields.update(_rope_fields(data.get("rope_parameters"), types, where))
     return _validated(fields, where)
 
 
-def _rope_fields(rope: Any, where: str) -> dict[str, float]:
-    """RoPE settings of the nested form; a stray top-level `rope_type` is dropped."""
-    if not isinstance(rope, dict):
+def _rope_fields(rope: Any, types: Any, where: str) -> dict[str, float]:
+    """RoPE settings of the nested form; a stray top-level `rope_type` is dropped.
+
+    Layers of a type that the model has must have an entry; without any settings the native
+    defaults hold.
+    """
+    if rope is None:
         return {}
+    names = {"hybrid": "rope_theta", "hybrid_sliding": "sliding_rope_theta"}
     fields: dict[str, float] = {}
-    for layer_type, name in (("hybrid", "rope_theta"), ("hybrid_sliding", "sliding_rope_theta")):
-        entry = rope.get(layer_type)
-        if not isinstance(entry, dict):
+    for layer_type, name in names.items():
+        entry = rope.get(layer_type) if isinstance(rope, dict) else None
+        used = isinstance(types, list | tuple) and layer_type in types
+        if not used:
+            if isinstance(entry, dict) and "rope_theta" in entry:
+                fields[name] = entry["rope_theta"]
             continue
+        if not isinstance(entry, dict):
+            raise UserError(
+                f"{where}: rope_parameters has no entry for the layer type {layer_type!r}; "
+                "the native dialect has one table per layer type."
+            )
         if entry.get("rope_type", "default") != "default":
             raise UserError(
                 f"{where}: rope_type {entry['rope_type']!r} of {layer_type} is not implemented."
@@ -156,7 +178,7 @@ def _rope_fields(rope: Any, where: str) -> dict[str, float]:
 
 def _validated(fields: dict[str, Any], where: str) -> ModelConfig:
     try:
-        return ModelConfig(**fields)
+        return ModelConfig.model_validate(fields)
     except ValidationError as error:
         lines = [
             f"{'.'.join(str(part) for part in problem['loc']) or 'config'}: {problem['msg']}"
@@ -218,7 +240,12 @@ def load_model(
         model = Zaya(config, compute_dtype)
     tensors = read_tensors(folder)
     if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)  # some writers repeat the tied weight
+        head = tensors.pop("lm_head.weight", None)  # some writers repeat the tied weight
+        if head is not None and not torch.equal(head, tensors.get(_EMBEDDING, head[:0])):
+            raise UserError(
+                f"{folder}: lm_head.weight differs from {_EMBEDDING}, but {CONFIG} says that they "
+                "are tied (tie_word_embeddings)."
+            )
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     _check_tensors(expected, tensors, folder)
     model.load_state_dict(tensors, assign=True)
@@ -238,8 +265,11 @@ def read_tensors(folder: Path, name: str = WEIGHTS) -> dict[str, Tensor]:
     index = folder / INDEX
     files = [folder / name]
     if name == WEIGHTS and not files[0].exists() and index.exists():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = [folder / file for file in sorted(set(weight_map.values()))]
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            files = [folder / file for file in sorted(set(weight_map.values()))]
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            raise UserError(f"{index} is damaged and cannot be read: {error}") from error
     tensors: dict[str, Tensor] = {}
     for file in files:
         if not file.is_file():

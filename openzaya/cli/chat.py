@@ -122,6 +122,10 @@ def _obey(line: str, session: ChatSession, console: Console) -> bool:
 
 def _answer(text: str, session: ChatSession, console: Console, terminal: bool) -> None:
     """Stream one answer; Ctrl-C ends it and keeps what has come."""
+    from rich.segment import Segment, Segments
+    from rich.style import Style
+
+    dim = Style(dim=True)
     pieces = session.ask(text)
     kind = None
     try:
@@ -129,7 +133,9 @@ def _answer(text: str, session: ChatSession, console: Console, terminal: bool) -
             if kind == "reasoning" and piece.kind == "answer":
                 console.print()  # the answer begins on its own line
             kind = piece.kind
-            console.print(piece.text, end="", style="dim" if kind == "reasoning" else None)
+            style = dim if kind == "reasoning" else None
+            # As a segment: rich would turn the tabs of a string into spaces.
+            console.print(Segments([Segment(piece.text, style)]), end="")
     except KeyboardInterrupt:
         console.print(" [stopped]", end="", style="dim")
     finally:

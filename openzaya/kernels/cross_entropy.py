@@ -28,17 +28,21 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     Returns:
         Scalar fp32: the sum (not the mean) over tokens with a target, in nats.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grad_mode: bool
+    ) -> Tensor:
         head = weight.detach().float()
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(head)
-        needs_grad = any(ctx.needs_input_grad)
+        # `needs_input_grad` knows nothing of no_grad, hence `grad_mode`.
+        needs_grad = grad_mode and any(ctx.needs_input_grad)
+        if needs_grad:
+            grad_hidden = torch.empty_like(hidden)
+            grad_weight = torch.zeros_like(head)
         for start in range(0, hidden.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
             x, target = hidden[part].detach().float(), targets[part]
@@ -62,10 +66,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
-        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), None
+        return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), None, None
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

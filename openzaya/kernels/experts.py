@@ -38,7 +38,8 @@ def experts_reference(x: Tensor, index: Tensor, gate_up: Tensor, down: Tensor) -
     Returns:
         [tokens, hidden] in x's dtype.
     """
-    out = torch.zeros_like(x)
+    # Empty sums keep the weights in the graph: idle experts get a gradient of zero, not none.
+    out = torch.zeros_like(x) + (gate_up[:0].sum() + down[:0].sum()).to(x.dtype)
     for expert in index.unique().tolist():
         if not 0 <= expert < gate_up.shape[0]:
             continue
@@ -57,8 +58,8 @@ def experts(x: Tensor, index: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     counts = torch.bincount(index, minlength=num_experts + 1)
     padded = (counts[:num_experts] + ROW_BUCKET - 1) // ROW_BUCKET * ROW_BUCKET
     ends = padded.cumsum(0)
-    if not int(ends[-1]):  # every token skips; keep the experts in the graph, with zero gradient
-        return experts_reference(x, index, gate_up, down) + 0 * (gate_up.sum() + down.sum())
+    if not int(ends[-1]):  # every token skips
+        return experts_reference(x, index, gate_up, down)
     # Row of each token in the padded buffer: start of its expert + rank among its tokens.
     order = index.argsort(stable=True)
     starts = torch.cat([ends - padded, ends[-1:]])

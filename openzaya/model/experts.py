@@ -45,7 +45,7 @@ class MixtureOfExperts(nn.Module):
             [batch, seq, hidden] in x's dtype, and the routing.
         """
         routing = self.gate(x, previous)
-        out = self.experts(x.flatten(0, 1), routing.index.flatten()).view_as(x)
+        out = self.experts(x.flatten(0, 1), routing.chosen.flatten()).view_as(x)
         if self.skip_identity:
-            out = torch.where((routing.index == self.skip_class)[..., None], x, out)
+            out = torch.where((routing.chosen == self.skip_class)[..., None], x, out)
         return (out * routing.weight[..., None]).to(x.dtype), routing

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
 
 from openzaya.model.cca import CausalConv
 from openzaya.model.experts import Experts
 from openzaya.model.layers import Linear
 from openzaya.model.model import Zaya
-from openzaya.model.router import RouterMLP
+from openzaya.model.router import RouterMLP, initial_biases
 
 
 def init_weights(model: Zaya, seed: int) -> None:
@@ -21,8 +20,8 @@ def init_weights(model: Zaya, seed: int) -> None:
     - Linear maps and experts: normal with deviation 1/sqrt(inputs), so that outputs start at the
       size of inputs whatever the width; those that write to the residual stream are smaller by
       sqrt(2 * layers).
-    - Convolutions: zero but for their last tap, which passes the token through the depthwise one,
-      and starts the per-head one as a small random map; at first CCA is the q-k mean.
+    - The depthwise convolution passes each token through unchanged; the per-head one is a random
+      map of all its taps.
     - The router's hidden maps have gain sqrt(2) (GELU halves the variance), so that tokens differ
       in their probabilities from the start: where all tokens look alike, each step of the
       balancing biases flips whole batches from one expert to the next.
@@ -38,6 +37,12 @@ def init_weights(model: Zaya, seed: int) -> None:
         parameter.copy_(value)
 
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Gains, scales and temperatures start at 1, biases at 0, matrices below.
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("balancing_biases"):
+                buffer.copy_(initial_biases(config))
         normal(model.model.embed_tokens.weight, config.initializer_range)
         if model.lm_head is not None:
             normal(model.lm_head.weight, config.initializer_range)
@@ -45,19 +50,14 @@ def init_weights(model: Zaya, seed: int) -> None:
             if isinstance(module, Linear):
                 gain = into_stream if name.endswith("o_proj") else 1.0
                 normal(module.weight, gain / math.sqrt(module.in_features))
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
             elif isinstance(module, Experts):
                 normal(module.gate_up_proj, 1.0 / math.sqrt(config.hidden_size))
                 normal(module.down_proj, into_stream / math.sqrt(config.moe_intermediate_size))
+            elif isinstance(module, CausalConv) and module.weight.shape[1] == 1:
+                module.weight.zero_()
+                module.weight[:, 0, -1] = 1.0
             elif isinstance(module, CausalConv):
-                nn.init.zeros_(module.weight)
-                nn.init.zeros_(module.bias)
-                if module.weight.shape[1] == 1:
-                    module.weight[:, 0, -1] = 1.0
-                else:
-                    inputs = module.weight.shape[1] * module.taps
-                    normal(module.weight, 1.0 / math.sqrt(inputs))
+                normal(module.weight, 1.0 / math.sqrt(module.weight[0].numel()))
         for module in model.modules():
             if isinstance(module, RouterMLP):
                 module.fc1.weight.mul_(math.sqrt(2.0))

@@ -112,7 +112,7 @@ def build_layout(
     if state is not None:
         before, starts = state.lengths, state.document_starts
         state.reserve(max(a + b for a, b in zip(before, new_lengths, strict=True)))
-    packed = positions is not None
+    packed = positions is not None or any(starts)
     slots = torch.tensor(before, device=device)[:, None] + column
     if positions is None:
         positions = slots - torch.tensor(starts, device=device)[:, None]

@@ -15,6 +15,9 @@ from openzaya.model.layout import build_layout, compact
 from openzaya.model.router import Routing
 from openzaya.model.state import SequenceState
 
+_HEAD_ROWS = 16_384
+"""Rows of a low-precision LM head that are widened to fp32 at once."""
+
 
 @dataclass
 class Output:
@@ -108,16 +111,30 @@ class Zaya(nn.Module):
                 document begins; None means that every row continues its one document.
             padding_mask: [batch, seq] True (or 1) on real tokens, False on padding, which may be
                 anywhere; None means no padding.
-            state: what earlier forwards left of these sequences; updated in place.
+            state: what earlier forwards left of these sequences; updated in place. Such a forward
+                records no gradients. One that is interrupted leaves the state unusable.
             with_routing: also return every layer's routing.
 
         Raises:
-            ValueError: if the state is for another number of sequences.
+            ValueError: if there are no tokens, or the state is for another number of sequences.
         """
+        if not tokens.numel():
+            raise ValueError(f"there are no tokens in a batch of shape {list(tokens.shape)}")
         if state is not None and state.batch != tokens.shape[0]:
             raise ValueError(
                 f"the state holds {state.batch} sequences, the batch has {tokens.shape[0]}"
             )
+        with torch.set_grad_enabled(torch.is_grad_enabled() and state is None):
+            return self._run(tokens, positions, padding_mask, state, with_routing)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        padding_mask: Tensor | None,
+        state: SequenceState | None,
+        with_routing: bool,
+    ) -> Output:
         compaction, lengths = None, None
         if padding_mask is not None and not bool(padding_mask.bool().all()):
             compaction = compact(padding_mask)
@@ -142,29 +159,37 @@ class Zaya(nn.Module):
             layer_state = None if state is None else state.layers[i]
             stream, routing = block(stream, router_state, layout, layer_state)
             router_state = routing.state
-            index = routing.index if real is None else routing.index[real]
-            loads.append(torch.bincount(index.flatten(), minlength=classes))
-            routings.append(routing)
+            chosen = routing.chosen if real is None else routing.chosen[real]
+            loads.append(torch.bincount(chosen.flatten(), minlength=classes))
+            if with_routing:
+                routings.append(routing)
         hidden = self.model.norm(stream, self.compute_dtype)
         if state is not None:
-            self._advance(state, layout.positions, lengths)
+            self._advance(state, tokens.shape[1], lengths, positions)
         if compaction is not None:
             hidden = compaction.restore(hidden)
         return Output(hidden, torch.stack(loads), routings if with_routing else None)
 
     @staticmethod
-    def _advance(state: SequenceState, positions: Tensor, lengths: list[int] | None) -> None:
-        new = lengths or [positions.shape[1]] * positions.shape[0]
+    def _advance(
+        state: SequenceState, seq: int, lengths: list[int] | None, positions: Tensor | None
+    ) -> None:
+        new = lengths or [seq] * state.batch
         starts = list(state.document_starts)
-        for row, count in enumerate(new):
-            if count:
-                last_slot = state.lengths[row] + count - 1
-                starts[row] = last_slot - int(positions[row, count - 1])
+        if positions is not None:
+            for row, count in enumerate(new):
+                if count:
+                    last_slot = state.lengths[row] + count - 1
+                    starts[row] = last_slot - int(positions[row, count - 1])
         state.advance(new, starts)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden] -> fp32 [..., vocab]."""
-        return hidden.float() @ self.head_weight.float().T
+        hidden, weight = hidden.float(), self.head_weight
+        if weight.dtype == torch.float32:
+            return hidden @ weight.T
+        # A low-precision head is widened a stretch at a time, never as a whole.
+        return torch.cat([hidden @ part.float().T for part in weight.split(_HEAD_ROWS)], dim=-1)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy in nats of [batch, seq, hidden] against [batch, seq] targets."""

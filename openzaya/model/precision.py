@@ -4,7 +4,7 @@ Operations that run in fp32 whatever the compute dtype (arXiv 2605.05365, sectio
 
 - q-k mean, q-k norm and temperature, RoPE (`cca.py`)
 - statistics and gain of every RMSNorm (`kernels/norm.py`)
-- the router state and its depth averaging, router softmax and balancing biases (`router.py`)
+- the whole router: state and depth averaging, MLP, softmax, balancing biases (`router.py`)
 - the residual stream, its scales, biases and sums (`residual.py`)
 - conv tail and lagged value of the sequence state (`state.py`)
 - the LM head product and cross-entropy (`model.py`, `kernels/cross_entropy.py`)

@@ -1,14 +1,16 @@
 """Which expert takes a token (arXiv 2605.05365, equations 1 to 5).
 
 r_l = W_down x_l + gamma * r_(l-1)      router state, averaged over depth (EDA)
-s_l = softmax(MLP(RMSNorm(r_l)))        probabilities, fp32
+s_l = softmax(MLP(RMSNorm(r_l)))        probabilities
 expert = argmax(s_l + b_l)              b balances the load and is no parameter: `optim/balance.py`
 weight = s_l[expert]                    the unbiased probability, not renormalised
+
+All of it is fp32: a rounding error in a router is not a small error but another expert.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,31 +23,31 @@ SKIP_BIAS = -1.0
 """Initial balancing bias of the skip class: as probabilities end at 1, it hardly ever wins."""
 
 
-@dataclass
-class Routing:
+class Routing(NamedTuple):
     """A router's decisions.
 
     Attributes:
-        index: [batch, seq] int64 class of each token; `num_experts` is the skip class.
+        chosen: [batch, seq] int64 class of each token; `num_experts` is the skip class.
         weight: [batch, seq] fp32 unbiased probability of that class.
         probabilities: [batch, seq, classes] fp32.
         state: [batch, seq, router_hidden] fp32 for the next layer; None from a linear router.
     """
 
-    index: Tensor
+    chosen: Tensor
     weight: Tensor
     probabilities: Tensor
     state: Tensor | None
 
 
 def _choose(logits: Tensor, biases: Tensor, state: Tensor | None) -> Routing:
-    probabilities = logits.float().softmax(-1)
-    index = (probabilities.detach() + biases).argmax(-1)
-    weight = probabilities.gather(-1, index[..., None]).squeeze(-1)
-    return Routing(index, weight, probabilities, state)
+    probabilities = logits.softmax(-1)
+    chosen = (probabilities.detach() + biases).argmax(-1)
+    weight = probabilities.gather(-1, chosen[..., None]).squeeze(-1)
+    return Routing(chosen, weight, probabilities, state)
 
 
-def _initial_biases(config: ModelConfig) -> Tensor:
+def initial_biases(config: ModelConfig) -> Tensor:
+    """[classes] fp32: zero for experts, `SKIP_BIAS` for the skip class."""
     biases = torch.zeros(config.num_router_classes)
     if config.skip_expert != "none":
         biases[-1] = SKIP_BIAS
@@ -63,9 +65,9 @@ class RouterMLP(nn.Module):
         self.fc2 = Linear(width, width, bias=True)
         self.out_proj = Linear(width, config.num_router_classes)
 
-    def forward(self, state: Tensor, dtype: torch.dtype) -> Tensor:
-        """[batch, seq, router_hidden] -> logits [batch, seq, classes] in `dtype`."""
-        x = self.norm(state, dtype)
+    def forward(self, state: Tensor) -> Tensor:
+        """[batch, seq, router_hidden] -> logits [batch, seq, classes], in fp32."""
+        x = self.norm(state, torch.float32)
         return self.out_proj(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
 
 
@@ -85,15 +87,15 @@ class ZayaRouter(nn.Module):
             None if first else nn.Parameter(torch.ones(config.router_hidden_size))
         )
         self.router_mlp = RouterMLP(config)
-        self.register_buffer("balancing_biases", _initial_biases(config))
+        self.register_buffer("balancing_biases", initial_biases(config))
 
     def forward(self, x: Tensor, previous: Tensor | None) -> Routing:
         """Route [batch, seq, hidden], given the layer below's state [batch, seq, router_hidden]."""
-        state = self.down_proj(x).float()
+        state = self.down_proj(x.float())
         if self.router_states_scale is not None:
             assert previous is not None
             state = state + self.router_states_scale * previous
-        return _choose(self.router_mlp(state, x.dtype), self.balancing_biases, state)
+        return _choose(self.router_mlp(state), self.balancing_biases, state)
 
 
 class LinearRouter(nn.Module):
@@ -104,8 +106,8 @@ class LinearRouter(nn.Module):
     def __init__(self, config: ModelConfig, first: bool) -> None:
         super().__init__()
         self.out_proj = Linear(config.hidden_size, config.num_router_classes)
-        self.register_buffer("balancing_biases", _initial_biases(config))
+        self.register_buffer("balancing_biases", initial_biases(config))
 
     def forward(self, x: Tensor, previous: Tensor | None) -> Routing:
         """Route [batch, seq, hidden]; there is no state to average."""
-        return _choose(self.out_proj(x), self.balancing_biases, None)
+        return _choose(self.out_proj(x.float()), self.balancing_biases, None)

@@ -162,7 +162,7 @@ class SequenceState:
         longest = max(a + b for a, b in zip(self.lengths, new_lengths, strict=True))
         write_first = new == 1 or longest <= slots
         held = after if write_first else before
-        readable = min(int(held.max()), slots)
+        readable = min(longest if write_first else max(self.lengths), slots)
         # Entry e holds the youngest slot below `held` that is congruent to e.
         entry = torch.arange(readable, device=device)[None]
         key_slots = held - 1 - (held - 1 - entry) % slots

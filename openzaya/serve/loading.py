@@ -46,11 +46,12 @@ def open_checkpoint(
         path: a model folder (config.json, model.safetensors, tokenizer.json) or a training run,
             of which the newest whole checkpoint is taken.
         dtype: of matrix products.
+        device: as torch names it.
         say: told about newer checkpoints that are damaged.
 
     Raises:
-        UserError: if there is no whole checkpoint, a file is missing or damaged, or tokenizer and
-            model do not belong together.
+        UserError: if there is no whole checkpoint, a file is missing or damaged, tokenizer and
+            model do not belong together, or there is no such device.
     """
     return open_folder(find_checkpoint(path, say), dtype, device)
 
@@ -91,6 +92,7 @@ def open_folder(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Zaya, Tokenizer]:
     """Open a model folder that `find_checkpoint` has returned; errors as `open_checkpoint`."""
+    _check_device(device)
     file = folder / TOKENIZER
     if not file.is_file():
         raise UserError(
@@ -100,6 +102,15 @@ def open_folder(
     model = load_model(folder, dtype, device)
     check_vocabulary(model, tokenizer)
     return model, tokenizer
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.empty(0, device=name)
+    # torch has one for unknown names, one for what it was built without, and one for the rest
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"device {name!r} cannot be used here: {reason}; try cpu") from error
 
 
 def open_chat_format(folder: Path, tokenizer: Tokenizer) -> ChatFormat:

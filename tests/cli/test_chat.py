@@ -23,9 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def talk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Talk:
+def talk(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Talk:
     """What is printed when these lines are piped in."""
 
     def run(lines: str, *argv: str) -> str:
@@ -64,6 +62,15 @@ def test_bad_lines_do_not_end_the_talk(talk: Talk) -> None:
     assert out.count("is no command; /help lists them") == 2
     assert "start a new conversation" in out
     assert out.endswith(talk("The user asks\n"))
+
+
+def test_text_is_shown_as_it_is(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(self: ChatSession, text: str) -> Generator[Piece, None, None]:
+        for part in ("[b]", "\tx", " :smile: ", "word " * 40, "\n"):
+            yield Piece("answer", part)
+
+    monkeypatch.setattr(ChatSession, "ask", ask)
+    assert talk("hi\n") == "[b]\tx :smile: " + "word " * 40 + "\n\n"
 
 
 def test_ctrl_c_stops_the_answer_only(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

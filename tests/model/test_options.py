@@ -106,7 +106,7 @@ def test_linear_router():
         routing = gate(x, None)
         expected = (x @ gate.out_proj.weight.T).softmax(-1)
         assert relative_error(routing.probabilities, expected) < TOLERANCE
-        assert torch.equal(routing.index, (expected + gate.balancing_biases).argmax(-1))
+        assert torch.equal(routing.chosen, (expected + gate.balancing_biases).argmax(-1))
         assert routing.state is None
 
 
@@ -142,11 +142,11 @@ def test_balancing_biases_change_the_choice_and_not_the_weight(router):
         gate.balancing_biases.zero_()
         gate.balancing_biases[favoured] = 2.0
         after = model(tokens, with_routing=True).routing[0]
-        assert (after.index == favoured).all()
+        assert (after.chosen == favoured).all()
         assert torch.equal(after.probabilities, before.probabilities)
         assert torch.equal(after.weight, before.probabilities[..., favoured])
         after.weight.sum().backward()
-    assert len(before.index.unique()) > 1
+    assert len(before.chosen.unique()) > 1
     assert not gate.balancing_biases.requires_grad
     assert "balancing_biases" not in dict(gate.named_parameters())
 
@@ -193,13 +193,13 @@ def test_mixture_of_experts(kind):
     assert routing.probabilities.shape[-1] == (4 if kind == "none" else 5)
     expected = torch.zeros_like(x)
     for at in [(i, j) for i in range(2) for j in range(40)]:
-        chosen, p = int(routing.index[at]), float(routing.weight[at])
+        chosen, p = int(routing.chosen[at]), float(routing.weight[at])
         if chosen == 4:
             expected[at] = p * x[at] if kind == "identity" else 0.0
             continue
         gate, up = (weights.gate_up_proj[chosen] @ x[at]).chunk(2)
         expected[at] = p * (weights.down_proj[chosen] @ (F.silu(gate) * up))
-    assert len(routing.index.unique()) == routing.probabilities.shape[-1], "a class is untested"
+    assert len(routing.chosen.unique()) == routing.probabilities.shape[-1], "a class is untested"
     assert relative_error(out, expected) < TOLERANCE
 
 
@@ -210,7 +210,7 @@ def test_every_token_skips(kind, tokens):
     module, x = _mixture(kind, favoured=4)
     x = x.flatten(0, 1)[None, :tokens].requires_grad_()
     out, routing = module(x, None)
-    assert (routing.index == 4).all()
+    assert (routing.chosen == 4).all()
     expected = x * routing.weight[..., None] if kind == "identity" else torch.zeros_like(x)
     assert torch.equal(out, expected)
     out.square().sum().backward()
@@ -226,7 +226,7 @@ def test_without_a_skip_class_no_token_skips():
     module, x = _mixture("none")
     module.gate.balancing_biases.copy_(torch.tensor([0.0, 0.0, 0.0, 5.0]))
     out, routing = module(x, None)
-    assert (routing.index == 3).all()
+    assert (routing.chosen == 3).all()
     assert bool((out.abs().amax(-1) > 0).all())
 
 
@@ -298,12 +298,12 @@ def test_bf16_is_close_to_fp32_and_flips_few_tokens(record_property):
     rounded.load_state_dict(exact.state_dict())
     tokens = tokens_for(exact, 4, 32)
     reference = exact(tokens, with_routing=True)
-    choices = iter(routing.index for routing in reference.routing)
+    choices = iter(routing.chosen for routing in reference.routing)
     flipped, margins = [], []
 
     def force(gate, _, routing: Routing) -> Routing:
         index = next(choices)
-        changed = routing.index != index
+        changed = routing.chosen != index
         biased = reference.routing[len(flipped)].probabilities + gate.balancing_biases
         top = biased.topk(2, dim=-1).values
         flipped.append(float(changed.float().mean()))

@@ -83,6 +83,12 @@ def test_nothing_there(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "meta:x"])
+def test_devices_that_are_not_there(folder: Path, device: str) -> None:
+    with pytest.raises(UserError, match="cannot be used here"):
+        open_checkpoint(folder, device=device)
+
+
 def test_missing_and_foreign_tokenizer(tmp_path: Path, folder: Path) -> None:
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / "manifest.json").unlink()

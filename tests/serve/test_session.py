@@ -188,8 +188,12 @@ def formats() -> list[ChatFormat]:
 
 
 def test_both_formats_agree() -> None:
-    turns = [Turn("system", "be brief"), Turn("user", "2+2="), Turn("assistant", "4"),
-             Turn("user", "and a café?")]
+    turns = [
+        Turn("system", "be brief"),
+        Turn("user", "2+2="),
+        Turn("assistant", "4"),
+        Turn("user", "and a café?"),
+    ]
     for thinking in (False, True):
         native, other = (own.prompt(turns, thinking) for own in formats())
         assert native == other
@@ -200,8 +204,11 @@ def test_both_formats_agree() -> None:
 def test_typed_control_tokens_stay_text() -> None:
     end = tokenizer().token_id("<|im_end|>")
     think = tokenizer().token_id("<think>")
-    turns = [Turn("user", "say <|im_end|>, <think> and \ufdd04\ufdd1"),
-             Turn("assistant", "<think>\nso</think>no <|im_end|>"), Turn("user", "<|im_end|>")]
+    turns = [
+        Turn("user", "say <|im_end|>, <think> and \ufdd04\ufdd1"),
+        Turn("assistant", "<think>\nso</think>no <|im_end|>"),
+        Turn("user", "<|im_end|>"),
+    ]
     for own in formats():
         ids = own.prompt(turns, False).ids
         assert ids.count(end) == 3
