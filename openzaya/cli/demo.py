@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("runs"), help="folder of runs (default: runs)"
     )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="recipe fields to change")
     parser.add_argument("--no-chat", action="store_true", help="end after the report")
 
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     try:
-        folder = run_demo(args.minutes, args.out, console)
+        folder = run_demo(args.minutes, args.out, console, args.overrides)
     except Stopped as stopped:
         return stopped.exit_code
     command = f"openzaya chat {folder}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from openzaya.config.recipe import Recipe
 from openzaya.data.tasks import Task
 from openzaya.demo.exam import take_exam
 from openzaya.demo.plan import fitted, measure_rate
+from openzaya.errors import UserError
 from openzaya.evals.arithmetic import problems
 from openzaya.kernels.allocator import reuse_freed_memory
 from openzaya.serve.loading import open_checkpoint
@@ -39,13 +41,21 @@ _AFTER_SHARE = 0.12
 _REPLY_TOKENS = 160
 
 
-def run_demo(minutes: float, out: Path, console: Console) -> Path:
+def run_demo(
+    minutes: float,
+    out: Path,
+    console: Console,
+    overrides: Sequence[str] = (),
+    exam_problems: int = PROBLEMS,
+) -> Path:
     """Train the small preset, examine it, and print a report; continue if there is a start.
 
     Args:
         minutes: time that everything together should take.
         out: folder of runs.
         console: where it is shown.
+        overrides: `key=value` changes of the recipe.
+        exam_problems: held-out problems to put to the model.
 
     Returns:
         The run's folder.
@@ -57,19 +67,26 @@ def run_demo(minutes: float, out: Path, console: Console) -> Path:
     reuse_freed_memory()
     name = "demo" if minutes == DEFAULT_MINUTES else f"demo-{minutes:g}-minutes"
     folder = out / name
-    recipe = _planned(name, minutes, folder, console)
+    recipe = _planned(name, minutes, folder, console, overrides)
     console.print(_introduction(recipe, minutes))
     final = train(recipe, out, console)
-    report = _report(folder, final, console)
+    report = _report(folder, final, console, exam_problems)
     _show(report, console)
     return folder
 
 
-def _planned(name: str, minutes: float, folder: Path, console: Console) -> Recipe:
+def _planned(
+    name: str, minutes: float, folder: Path, console: Console, overrides: Sequence[str]
+) -> Recipe:
     """The recipe of an earlier start, else one that fits this machine and `minutes`."""
     if (folder / RECIPE).is_file():
+        if overrides:
+            raise UserError(
+                f"{folder} is planned already, so {' '.join(overrides)} comes too late: remove the "
+                "folder, or choose another one with --out."
+            )
         return load_recipe(str(folder / RECIPE))
-    recipe = load_recipe("demo", [f"name={name}"])
+    recipe = load_recipe("demo", [f"name={name}", *overrides])
     with console.status("measuring how fast this machine trains"):
         rate = measure_rate(recipe)
     seconds = max(minutes * 60 - _SET_UP_SECONDS, 5) * (1 - _AFTER_SHARE)
@@ -84,23 +101,24 @@ def _introduction(recipe: Recipe, minutes: float) -> Panel:
         f"convolutional attention and {model.num_experts} experts. It starts as noise.\n\n"
     )
     for phase in recipe.phases:
-        mixture = ", ".join(f"{share:.0%} {name}" for name, share in phase.mixture.items())
+        mixture = ", ".join(f"{name} {share:.0%}" for name, share in phase.mixture.items())
         text.append(f"{phase.name:<8}", style="bold")
-        text.append(f"{phase.steps:>5} steps, context {phase.context:>4}: {mixture}\n")
+        text.append(f"{phase.steps:>5} steps, context {phase.context:>4}\n")
+        text.append(f"        {mixture}\n", style="dim")
     text.append(
         f"\nAbout {minutes:g} minutes. Ctrl-C saves; the same command continues.", style="dim"
     )
     return Panel(text, title="openzaya demo", width=78)
 
 
-def _report(folder: Path, final: Path, console: Console) -> dict[str, Any]:
+def _report(folder: Path, final: Path, console: Console, count: int) -> dict[str, Any]:
     """The exam's result, from the earlier run of it if there is one."""
     file = folder / REPORT
     if file.is_file():
         report: dict[str, Any] = json.loads(file.read_text())
         return report
     model, tokenizer = open_checkpoint(final)
-    posed = problems((), PROBLEMS, seed=0)
+    posed = problems((), count, seed=0)
     started = time.perf_counter()
     with Progress(
         TextColumn("exam"),

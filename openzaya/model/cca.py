@@ -156,8 +156,7 @@ class QKNorm(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[batch, seq, heads, head_dim] each, in and out in fp32."""
-        length = q.shape[-1] ** 0.5
-        return l2_normalize(q, length), l2_normalize(k, length * self.temp.float()[:, None])
+        return l2_normalize(q), l2_normalize(k) * self.temp.float()[:, None]
 
 
 class CCAttention(nn.Module):

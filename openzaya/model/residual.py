@@ -22,8 +22,13 @@ class ResidualScaling(nn.Module):
 
     def forward(self, output: Tensor, stream: Tensor) -> Tensor:
         """[batch, seq, hidden] output of any dtype, fp32 stream -> fp32 stream."""
-        output = (output.float() + self.hidden_states_bias) * self.hidden_states_scale
-        return output + (stream + self.residual_bias) * self.residual_scale
+        # Multiplied out, so that each stream is passed over once.
+        biases = (
+            self.hidden_states_bias * self.hidden_states_scale
+            + self.residual_bias * self.residual_scale
+        )
+        stream = torch.addcmul(biases.float(), stream, self.residual_scale.float())
+        return torch.addcmul(stream, output.float(), self.hidden_states_scale.float())
 
 
 class PlainResidual(nn.Module):

@@ -22,9 +22,9 @@ def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.b
         [batch, m, n] in `dtype`. An all-zero matrix stays zero.
     """
     a, b, c = COEFFICIENTS
-    x = matrices.float()
     # The Frobenius norm bounds the largest singular value, so all of them start in [0, 1].
-    x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-30)).to(dtype)
+    norm = torch.linalg.vector_norm(matrices.float(), dim=(-2, -1), keepdim=True)
+    x = (matrices * norm.clamp_min(1e-30).reciprocal()).to(dtype)
     tall = x.shape[-2] > x.shape[-1]
     if tall:  # the products below are square in the first axis: keep it the short one
         x = x.mT

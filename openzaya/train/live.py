@@ -80,7 +80,7 @@ class LiveView:
         self._heldout = losses
         if self._live is None:
             shown = "  ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
-            self._console.print(f"step {self._step:>5}  held-out loss: {shown}", highlight=False)
+            self._console.print(f"  held-out  {shown}", highlight=False)
 
     def note(self, text: str) -> None:
         """Say something that stays on the screen."""
@@ -108,7 +108,7 @@ class LiveView:
         entropy = min(r["load_entropy"])
         return (
             f"step {r['step']:>5}/{self._recipe.total_steps}  {r['phase']:<9} "
-            f"loss {r['loss']:.3f}  lr {r['lr']:.1e}  balance {entropy:.3f}  "
+            f"loss {r['loss']:.3f}  balance {entropy:.3f}  "
             f"{self._rate():,.0f} tok/s  {self._eta()} left"
         )
 

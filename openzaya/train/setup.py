@@ -57,9 +57,11 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     Raises:
         UserError: for anything that would fail later on.
     """
+    torch.manual_seed(recipe.seed)
     device = _device(recipe)
-    _claim(recipe, folder)
-    tokenizer = _tokenizer(recipe, folder, console)
+    claimed = _claimed(recipe, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer(recipe, folder, claimed, console)
     with console.status("reading the sources") as status:
 
         def progress(source: str, docs: int, tokens: int) -> None:
@@ -72,6 +74,8 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     init_weights(model, recipe.seed)
     state = TrainState.create(model.to(device), recipe)
     _check_room(state, recipe, folder)
+    if not claimed:
+        write_text(folder / RECIPE, recipe_to_toml(recipe))
     return Run(recipe, folder, tokenizer, plan, state, device)
 
 
@@ -84,8 +88,8 @@ def _device(recipe: Recipe) -> torch.device:
     return torch.device(name)
 
 
-def _claim(recipe: Recipe, folder: Path) -> None:
-    """Write the resolved recipe, or check that the folder's is the same."""
+def _claimed(recipe: Recipe, folder: Path) -> bool:
+    """Whether the folder is already this recipe's; a set-up that failed does not claim it."""
     file = folder / RECIPE
     if file.is_file():
         changed = differences(load_recipe(str(file)), recipe)
@@ -94,14 +98,13 @@ def _claim(recipe: Recipe, folder: Path) -> None:
                 f"{folder} holds a run of another recipe. Give this one another name "
                 f"(name=...), or remove the folder. What differs:\n  " + "\n  ".join(changed)
             )
-        return
-    write_text(file, recipe_to_toml(recipe))
+    return file.is_file()
 
 
-def _tokenizer(recipe: Recipe, folder: Path, console: Console) -> Tokenizer:
+def _tokenizer(recipe: Recipe, folder: Path, claimed: bool, console: Console) -> Tokenizer:
     """The run's tokenizer: its own copy, else the recipe's file, else trained now."""
     own = folder / TOKENIZER
-    if own.is_file():
+    if claimed and own.is_file():
         tokenizer = Tokenizer.load(own)
     else:
         with console.status("obtaining the tokenizer"):
