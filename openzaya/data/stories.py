@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from openzaya.data import columns
 from openzaya.data.rng import Rng
 
 NAMES = ("Ana", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ida", "Juan", "Kim", "Leo")
@@ -47,7 +48,7 @@ TEMPLATES = (
             "{a} has {x} boxes of {y} {t} and {z} more {t}. How many {t} in all?",
             "{a} buys {x} bags with {y} {t} each. {b} brings {z} {t}. How many {t} is that?",
         ),
-        ((2, 12), (2, 9), (1, 40)),
+        ((2, 19), (2, 9), (1, 40)),
         (("*", "y"), ("+", "z")),
     ),
     Template(
@@ -103,7 +104,6 @@ def story(rng: Rng) -> tuple[str, str, list[str], str]:
     value, lines = numbers["x"], []
     for sign, which in template.operations:
         operand = numbers[which]
-        result = {"+": value + operand, "-": value - operand, "*": value * operand}[sign]
-        lines.append(f"{value}{sign}{operand}={result}")
-        value = result
+        value, line = columns.line(value, sign, operand)
+        lines.append(line)
     return f"{place} {' '.join(map(str, drawn))}", question, lines, str(value)
