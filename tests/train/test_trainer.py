@@ -215,3 +215,29 @@ def test_checkpoints_hold_no_pickle(finished):
     names = {p.name for _, folder in list_checkpoints(finished) for p in folder.iterdir()}
     assert {name.rsplit(".", 1)[-1] for name in names} == {"json", "safetensors", "toml"}
     assert json.loads((checkpoint_path(finished, 8) / "training.json").read_text())["step"] == 8
+
+
+def test_a_checkpoint_opens_in_transformers_as_it_is(finished):
+    """Model, tokenizer and chat template, with the same greedy tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from openzaya.data.chat import encode_chat
+    from openzaya.serve.generate import generate
+    from openzaya.serve.loading import open_checkpoint
+    from openzaya.serve.sampling import SamplingSettings
+
+    folder = checkpoint_path(finished, 8)
+    model, tokenizer = open_checkpoint(folder)
+    messages = [{"role": "user", "content": "What is 2 + 3?"}]
+    ids, _ = encode_chat(messages, tokenizer, add_generation_prompt=True)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids
+    assert (theirs.pad_token_id, theirs.eos_token_id) == (tokenizer.pad_id, tokenizer.eos_id)
+    settings = SamplingSettings(temperature=0.0, max_new_tokens=20)
+    ours = generate(model, tokenizer, [ids], settings, stop_ids=[])[0].ids
+    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    made = peer.generate(
+        torch.tensor([ids]), do_sample=False, max_new_tokens=20, min_new_tokens=20, eos_token_id=[]
+    )
+    assert made[0, len(ids) :].tolist() == ours
