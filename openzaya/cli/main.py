@@ -53,11 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 141
+    except OSError as error:  # a full disk, a folder that cannot be written: the system says it
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

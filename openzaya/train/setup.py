@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from openzaya.model.init import init_weights
 from openzaya.model.model import Zaya
 from openzaya.train.state import TrainState
 
+LOCK = ".lock"
 RECIPE = "recipe.toml"
 TOKENIZER = "tokenizer.json"
 
@@ -51,7 +55,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     """Prepare the run folder and everything that the recipe names.
 
     Args:
-        folder: created if need be; one that another recipe was trained in is refused.
+        folder: exists; one that another recipe was trained in is refused.
         console: told about steps that take a while.
 
     Raises:
@@ -60,7 +64,6 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     torch.manual_seed(recipe.seed)
     device = _device(recipe)
     claimed = _claimed(recipe, folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(recipe, folder, claimed, console)
     with console.status("reading the sources") as status:
 
@@ -77,6 +80,25 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     if not claimed:
         write_text(folder / RECIPE, recipe_to_toml(recipe))
     return Run(recipe, folder, tokenizer, plan, state, device)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder; the system lifts the lock if we die.
+
+    Raises:
+        UserError: if another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is training in {folder}: wait for it, or give this run another "
+                "name (name=...)."
+            ) from error
+        yield
 
 
 def _device(recipe: Recipe) -> torch.device:

@@ -22,7 +22,7 @@ from openzaya.optim.schedule import learning_rate
 from openzaya.train.evaluate import heldout_loss
 from openzaya.train.live import LiveView
 from openzaya.train.metrics import MetricsLog
-from openzaya.train.setup import RECIPE, Run, open_run, write_tokenizer_files
+from openzaya.train.setup import RECIPE, Run, exclusive, open_run, write_tokenizer_files
 from openzaya.train.stop import StopRequest
 
 
@@ -44,7 +44,7 @@ def train(recipe: Recipe, out: Path, console: Console) -> Path:
     reuse_freed_memory()
     if recipe.run.threads:
         torch.set_num_threads(recipe.run.threads)
-    with StopRequest() as stop:
+    with StopRequest() as stop, exclusive(out / recipe.name):
         run = open_run(recipe, out / recipe.name, console)
         found = newest_checkpoint(run.folder)
         if found is not None:

@@ -12,6 +12,7 @@ from openzaya.checkpoint.run import list_checkpoints
 from openzaya.config.load import recipe_to_toml
 from openzaya.errors import UserError
 from openzaya.train.metrics import read_metrics
+from openzaya.train.setup import exclusive
 from openzaya.train.trainer import train
 
 
@@ -95,3 +96,24 @@ def test_a_signal_from_outside_saves_first(recipe, tmp_path, signum):
     assert "is saved" in out
     steps = [r["step"] for r in read_metrics(tmp_path / "killed") if "loss" in r]
     assert list_checkpoints(tmp_path / "killed")[-1][0] == steps[-1] >= 4
+
+
+def test_two_processes_cannot_train_in_one_folder(recipe, quiet, tmp_path):
+    with (
+        exclusive(tmp_path / "busy"),
+        pytest.raises(UserError, match="another process is training"),
+    ):
+        train(recipe("name=busy"), tmp_path, quiet)
+    train(recipe("name=busy"), tmp_path, quiet)
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_message(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    file = tmp_path / "r.toml"
+    file.write_text(recipe_to_toml(recipe("name=x")))
+    result = subprocess.run(
+        command(file, tmp_path / "file"), capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert str(tmp_path / "file") in result.stderr
