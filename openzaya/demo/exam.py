@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from openzaya.data.chat import encode_chat
 from openzaya.data.tasks import Task
-from openzaya.data.tokenizer import THINK, Tokenizer
+from openzaya.data.tokenizer import IM_END, THINK, Tokenizer
 from openzaya.evals.arithmetic import Score, score
 from openzaya.model.model import Zaya
 from openzaya.serve.generate import generate
@@ -36,7 +36,7 @@ def take_exam(
     """
     replies: list[str] = []
     settings = SamplingSettings(temperature=0.0, max_new_tokens=max_new_tokens)
-    end_of_turn = tokenizer.token_id("<|im_end|>")
+    end_of_turn = tokenizer.token_id(IM_END)
     stops = [*stop_token_ids(model, tokenizer)] + ([] if end_of_turn is None else [end_of_turn])
     for start in range(0, len(posed), BATCH):
         prompts = [

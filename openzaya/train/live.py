@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from itertools import pairwise
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console, Group
@@ -53,12 +52,7 @@ class LiveView:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._live is not None:
             self._live.stop()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -54,12 +54,7 @@ class StopRequest:
             self._previous[signum] = signal.signal(signum, self._on_signal)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
