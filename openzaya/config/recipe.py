@@ -43,6 +43,9 @@ class SourceConfig(_Section):
         "plain", description="tasks: bare worked lines, or chat with reasoning in <think>."
     )
     tasks: tuple[str, ...] = Field((), description="tasks: which kinds; empty means all.")
+    turns: int = Field(
+        1, ge=1, description="tasks, chat: a conversation has one to this many, equally likely."
+    )
     whole: bool = Field(
         False, description="Pack whole documents only (never cut one at a window border)."
     )

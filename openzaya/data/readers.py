@@ -17,12 +17,13 @@ from openzaya.data import tasks
 from openzaya.data.chat import encode_chat
 from openzaya.data.packing import Document, Row, best_fit, packed_row, window_row
 from openzaya.data.permutation import permute
-from openzaya.data.rng import hash64
+from openzaya.data.rng import Rng, hash64
 from openzaya.data.store import Side
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
 
 _PROBES = 64
+_MISSES = 4  # as many tasks in a row that do not fit end a row
 
 
 class RowReader(Protocol):
@@ -131,7 +132,7 @@ class TaskReader:
                     "leave it out of the evaluation or add another kind of task"
                 )
         self._kinds, self._heldout = kinds, heldout
-        self._chat = source.style == "chat"
+        self._chat, self._turns = source.style == "chat", source.turns
         self._tokenizer, self._context, self._name = tokenizer, context, name
         self._seed = hash64("tasks", name, *keys)
         lengths = sorted(len(ids) for ids, _ in islice(self._documents(0), _PROBES))
@@ -143,25 +144,31 @@ class TaskReader:
             )
 
     def row(self, ordinal: int) -> Row:
-        """Tasks until the next does not fit, then padding."""
+        """Tasks until several in a row do not fit, then padding."""
         chosen: list[Document] = []
-        room = self._context
+        room, misses = self._context, 0
         for document in self._documents(ordinal):
-            if len(document[0]) > room:
-                if chosen:
-                    break
-                continue  # longer than a whole row: take another one
-            chosen.append(document)
-            room -= len(document[0])
+            if len(document[0]) <= room:
+                chosen.append(document)
+                room, misses = room - len(document[0]), 0
+                continue
+            misses += 1
+            if chosen and misses == _MISSES:
+                break
         return packed_row(chosen, self._context, self._tokenizer.pad_id)
 
     def _documents(self, ordinal: int) -> Iterator[Document]:
         seed = hash64(self._seed, ordinal)
         for j in count():
-            kind = tasks.choose_kind(self._kinds, seed, j)
-            task = tasks.make(kind, seed, j, self._heldout)
             if self._chat:
-                yield encode_chat(tasks.as_chat(task), self._tokenizer)
+                turns = Rng("turns", seed, j).between(1, self._turns)
+                drawn = [self._task(seed, j * self._turns + turn) for turn in range(turns)]
+                messages = [message for task in drawn for message in tasks.as_chat(task)]
+                yield encode_chat(messages, self._tokenizer)
             else:
-                ids = self._tokenizer.encode(tasks.as_plain(task))
+                ids = self._tokenizer.encode(tasks.as_plain(self._task(seed, j)))
                 yield [*ids, self._tokenizer.eos_id], None
+
+    def _task(self, seed: int, index: int) -> tasks.Task:
+        kind = tasks.choose_kind(self._kinds, seed, index)
+        return tasks.make(kind, seed, index, self._heldout)

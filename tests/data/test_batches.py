@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_golden_digest(plan: DataPlan) -> None:
     digest = hashlib.sha256()
     for tensor in (batch.tokens, batch.targets, batch.positions):
         digest.update(tensor.numpy().tobytes())
-    assert digest.hexdigest()[:16] == "1cbb65fc9f0b3886"
+    assert digest.hexdigest()[:16] == "9cf8ed525841cd3c"
 
 
 def test_an_epoch_of_windows_shows_every_token_once(plan: DataPlan) -> None:
@@ -205,3 +206,21 @@ def test_sources_without_a_heldout_side(
         plan.heldout("cut", 16, 2)
     with pytest.raises(UserError, match="'plain' generates nothing but talk"):
         plan.heldout("plain", 16, 2)
+
+
+def test_conversations_have_up_to_as_many_turns_as_asked_for(
+    sources: dict[str, SourceConfig], tmp_path: Path, byte_tokenizer: Tokenizer
+) -> None:
+    """A document of a conversation starts at position 0; each turn of it opens with a user."""
+    several = {"chat": sources["chat"].model_copy(update={"turns": 3})}
+    plan = DataPlan(several, [phase({"chat": 1.0}, context=1500)], byte_tokenizer, tmp_path, 0)
+    batch = plan.batch(0, 0)
+    counts = []
+    for tokens, positions in zip(batch.tokens, batch.positions, strict=True):
+        starts = [*(positions == 0).nonzero().ravel().tolist(), len(tokens)]
+        for start, end in itertools.pairwise(starts):
+            text = byte_tokenizer.decode(tokens[start:end].tolist(), skip_special=False)
+            if not text.startswith("<pad>"):
+                counts.append(text.count("<|im_start|>user"))
+                assert text.count("<|im_start|>assistant") == counts[-1]
+    assert set(counts) == {1, 2, 3}
