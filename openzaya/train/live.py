@@ -127,7 +127,8 @@ class LiveView:
         if self._heldout:
             shown = "  ".join(f"{name} {loss:.3f}" for name, loss in self._heldout.items())
             numbers.add_row("held-out", "", shown)
-        bar = ProgressBar(total=total, completed=r["step"], width=72)
+        bar = Table.grid()  # alone, the bar would not end its line
+        bar.add_row(ProgressBar(total=total, completed=r["step"], width=72))
         return Group(head, bar, numbers)
 
 
