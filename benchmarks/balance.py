@@ -6,9 +6,6 @@ Trains the demo recipe's model on its own phases, shortened to `--steps` steps i
 variant, and prints for each stretch of 50 steps the load entropy (1 is perfectly even) of the least
 even layer: in the worst single step, in the median step, and of the loads summed over the stretch.
 Averages hide flipping, hence the first column; figures of every step are in metrics.jsonl.
-
-The global batch is twice the demo's, 8,192 tokens: in a smaller one a single step shows what
-documents it happened to draw (plays are a twenty-fifth of the last phase) more than the router.
 """
 
 from __future__ import annotations
@@ -30,10 +27,6 @@ from openzaya.train.metrics import read_metrics
 from openzaya.train.trainer import train
 
 WINDOW = 50
-BATCH = [
-    f"phases.{name}.batch_sequences={n}"
-    for name, n in (("text", 32), ("maths", 32), ("reason", 16))
-]
 VARIANTS = {
     "controller": [],
     "no controller": ["balance.enabled=false"],
@@ -75,7 +68,7 @@ def main() -> None:
             name = "balance-" + label.replace(", ", "-").replace(" ", "-")
             recipe = load_recipe(
                 "demo",
-                [*BATCH, *args.overrides, *overrides, f"name={name}", "run.eval_every=0"],
+                [*args.overrides, *overrides, f"name={name}", "run.eval_every=0"],
             )
             table = Table("steps", "worst step", "median step", "window", "loss", title=label)
             for steps, *figures in run(scaled(recipe, args.steps), out):
