@@ -11,11 +11,11 @@ HELP = "train a small model in front of you, examine it, and talk to it"
 _EPILOG = """\
 examples:
   openzaya demo                  about ten minutes on two cores, then a chat
-  openzaya demo --minutes 3      a smaller budget, and a weaker model
+  openzaya demo --minutes 5      a smaller budget, and a weaker model
   openzaya demo --no-chat        for scripts
 
 Ctrl-C saves; the same command continues where it was and repeats nothing that is finished. To start
-afresh remove the run's folder, runs/demo.
+afresh remove the run's folder: runs/demo, or runs/demo-5-minutes for another budget.
 """
 
 

@@ -40,13 +40,27 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a verb's arguments with options and positionals in any order.
+
+    Sub-parsers cannot do that, so a verb gets a parser of its own.
+    """
+    if not argv or argv[0] not in VERBS:
+        return build_parser().parse_args(argv)
+    module = importlib.import_module(f"openzaya.cli.{argv[0]}")
+    verb = argparse.ArgumentParser(prog=f"openzaya {argv[0]}", description=module.HELP)
+    module.add_arguments(verb)
+    verb.set_defaults(verb=argv[0], run=module.run)
+    return verb.parse_intermixed_args(argv[1:])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
         The exit code: 0, 2 for bad input (as argparse does), 128 + signal when interrupted.
     """
-    args = build_parser().parse_args(argv)
+    args = _parse(sys.argv[1:] if argv is None else argv)
     try:
         code: int = args.run(args)
         return code

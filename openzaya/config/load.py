@@ -100,7 +100,8 @@ def _expand_preset(data: dict[str, Any], where: str) -> None:
         model = {"preset": model}
     if isinstance(model, dict) and "preset" in model:
         rest = {key: value for key, value in model.items() if key != "preset"}
-        preset = PRESETS.get(model["preset"])
+        name = model["preset"]
+        preset = PRESETS.get(name) if isinstance(name, str) else None
         if preset is None:
             raise UserError(
                 f"{where}: unknown model preset {model['preset']!r}; there are {', '.join(PRESETS)}"

@@ -14,7 +14,7 @@ from openzaya.model.config import PRESETS, ModelConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class TokenizerConfig(_Section):
@@ -131,8 +131,12 @@ class RunConfig(_Section):
     """Precision, checkpoints, evaluation and logging of a run."""
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves torch's choice.")
-    device: str = Field("auto", description="auto, cpu or cuda (ROCm answers to cuda too).")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads; 0 leaves torch's choice.")
+    device: str = Field(
+        "auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N (ROCm answers to cuda too).",
+    )
     checkpoint_every: int = Field(200, gt=0, description="Steps between checkpoints.")
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
     eval_every: int = Field(100, ge=0, description="Steps between held-out losses; 0 is never.")
@@ -145,7 +149,7 @@ class Recipe(_Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run.")
     description: str = ""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
     model: ModelConfig = Field(description="A preset's name, or a table; see ModelConfig.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     sources: dict[str, SourceConfig]
@@ -172,6 +176,8 @@ class Recipe(_Section):
     def _check(self) -> Recipe:
         if not self.phases:
             raise ValueError("a recipe needs at least one phase")
+        if self.name == "cache":
+            raise ValueError("the name 'cache' is taken by the folder of tokenised text")
         names = [phase.name for phase in self.phases]
         if len(set(names)) != len(names):
             raise ValueError(f"phases need different names, got {names}")

@@ -139,8 +139,9 @@ class DataPlan:
         side = self.stores[name].heldout
         if not len(side):
             raise UserError(
-                f"source {name!r} has no held-out documents: set its `heldout` above 0 and give "
-                "it at least two documents (`separator` cuts a file into several)"
+                f"source {name!r} has no held-out documents: give it at least two documents "
+                "(`separator` cuts a file into several) and a `heldout` above 0, or set `heldout` "
+                "to 0 to train without evaluating it"
             )
         return side
 

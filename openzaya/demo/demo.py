@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def _introduction(recipe: Recipe, minutes: float) -> Panel:
 def _report(folder: Path, final: Path, console: Console, count: int) -> dict[str, Any]:
     """The exam's result, from the earlier run of it if there is one."""
     file = folder / REPORT
-    if file.is_file():
+    with suppress(OSError, ValueError):  # absent or damaged: the exam is sat (again)
         report: dict[str, Any] = json.loads(file.read_text())
         return report
     model, tokenizer = open_checkpoint(final)

@@ -73,6 +73,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
         plan = DataPlan(
             recipe.sources, recipe.phases, tokenizer, folder.parent / "cache", recipe.seed, progress
         )
+    _check_evaluation(recipe, plan)
     model = Zaya(recipe.model, getattr(torch, recipe.run.compute_dtype))
     init_weights(model, recipe.seed)
     state = TrainState.create(model.to(device), recipe)
@@ -87,10 +88,17 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Keep other processes out of a run's folder; the system lifts the lock if we die.
 
     Raises:
-        UserError: if another process has it.
+        UserError: if another process has it, or it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as handle:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        raise UserError(
+            f"the run's folder {folder} cannot be used ({error.strerror}): choose another one "
+            "with --out."
+        ) from error
+    with lock as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -138,6 +146,16 @@ def _tokenizer(recipe: Recipe, folder: Path, claimed: bool, console: Console) ->
             f"{recipe.model.vocab_size}; make the model's at least as large."
         )
     return tokenizer
+
+
+def _check_evaluation(recipe: Recipe, plan: DataPlan) -> None:
+    """Every source that a phase will be evaluated on must have something held out."""
+    if not recipe.run.eval_every:
+        return
+    for phase in recipe.phases:
+        for name, share in phase.mixture.items():
+            if share and recipe.sources[name].heldout:
+                plan.heldout(name, phase.context, 1)
 
 
 def _check_room(state: TrainState, recipe: Recipe, folder: Path) -> None:

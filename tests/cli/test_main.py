@@ -65,3 +65,10 @@ def test_the_74b_preset_is_inspected_in_seconds():
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert time.monotonic() - started < 5
     assert "74.79" in shown
+
+
+def test_overrides_may_follow_options(capsys):
+    assert cli.main(["train", "--print", "tiny", "seed=5", "--out", "x", "name=y"]) == 0
+    shown = capsys.readouterr().out
+    assert "seed = 5" in shown
+    assert 'name = "y"' in shown

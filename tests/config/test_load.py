@@ -90,6 +90,13 @@ def test_overrides_reach_every_kind_of_field(recipe_file):
         ("sources.a.kind='csv'", "kind: .*got 'csv'"),
         ("phases.two.lr=1", "no entry 'two'; there are .'one'"),
         ("nonsense", "key=value"),
+        ("phases.one.lr=inf", "finite"),
+        ("phases.one.mixture={a=nan}", "finite"),
+        ("seed=99999999999999999999999", "seed"),
+        ("run.device='bogus'", "device"),
+        ("run.threads=100000", "threads"),
+        ("name='cache'", "is taken"),
+        ("model.preset=[1]", "unknown model preset"),
         ("name.x=1", "is a value, not a table"),
     ],
 )

@@ -38,5 +38,9 @@ def test_the_demo_trains_reports_and_does_not_repeat(tmp_path, capsys, monkeypat
     monkeypatch.setattr(demo, "take_exam", never)
     run_demo(0.2, tmp_path, Console(width=80))
     assert "held-out problems" in capsys.readouterr().out
+    (folder / "report.json").write_text("{")
+    monkeypatch.undo()
+    run_demo(0.2, tmp_path, Console(width=80), exam_problems=7)
+    assert json.loads((folder / "report.json").read_text())["exam"]["overall"]["total"] == 7
     with pytest.raises(UserError, match="comes too late"):
         run_demo(0.2, tmp_path, Console(), ["seed=3"])

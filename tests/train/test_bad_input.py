@@ -117,3 +117,14 @@ def test_an_output_folder_that_cannot_be_made_is_one_message(recipe, tmp_path):
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
     assert str(tmp_path / "file") in result.stderr
+
+
+def test_a_source_without_a_heldout_side_is_named_before_step_1(recipe, quiet, tmp_path):
+    """One text file without a separator is one document."""
+    one = tmp_path / "one.txt"
+    one.write_text("to be or not to be that is the question " * 50)
+    single = [f"sources.plays.path={one}", 'sources.plays.separator="@@@"']
+    with pytest.raises(UserError, match="no held-out documents"):
+        train(recipe("name=one", *single), tmp_path, quiet)
+    assert read_metrics(tmp_path / "one") == []
+    train(recipe("name=one", *single, "sources.plays.heldout=0"), tmp_path, quiet)
