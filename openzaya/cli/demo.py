@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -49,13 +50,13 @@ def run(args: argparse.Namespace) -> int:
         folder = run_demo(args.minutes, args.out, console, args.overrides)
     except Stopped as stopped:
         return stopped.exit_code
-    command = f"openzaya chat {folder}"
+    command = f"openzaya chat {shlex.quote(str(folder))}"
     if args.no_chat or not sys.stdin.isatty():
-        console.print(f"Talk to it: {command}", highlight=False)
+        print(f"Talk to it: {command}")
         return 0
     from openzaya.cli import chat
 
-    console.print(f"Now talk to it (again later: {command}).", highlight=False)
+    print(f"Now talk to it (again later: {command}).")
     parser = argparse.ArgumentParser(prog="openzaya chat")
     chat.add_arguments(parser)
     return chat.run(parser.parse_args([str(folder)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -52,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
         final = train(recipe, args.out, console)
     except Stopped as stopped:
         return stopped.exit_code
-    console.print(f"finished: {final}", highlight=False)
-    console.print(f"try it:   openzaya generate {final} 'Once'", highlight=False)
+    print(f"finished: {final}")
+    print(f"try it:   openzaya generate {shlex.quote(str(final))} 'Once'")
     return 0

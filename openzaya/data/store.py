@@ -58,10 +58,17 @@ class Side:
 
 @dataclass(frozen=True)
 class TextStore:
-    """A tokenised source: what is trained on, and what is kept for evaluation."""
+    """A tokenised source.
+
+    Attributes:
+        train: What is trained on.
+        heldout: What is kept for evaluation.
+        digest: Changes with the documents, the tokenizer and the split.
+    """
 
     train: Side
     heldout: Side
+    digest: str
 
 
 def is_heldout(index: int, text: str, share: float) -> bool:
@@ -150,7 +157,8 @@ def _read(folder: Path) -> TextStore | None:
             if offsets[0] != 0 or offsets[-1] != len(tokens):
                 return None
             sides.append(Side(tokens, offsets))
-        return TextStore(*sides)
+        train, heldout = sides
+        return TextStore(train, heldout, folder.name)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -87,6 +87,8 @@ def _planned(
                 "folder, or choose another one with --out."
             )
         return load_recipe(str(folder / RECIPE))
+    if any(override.partition("=")[0] == "name" for override in overrides):
+        raise UserError("the demo names its own run; choose another folder with --out.")
     recipe = load_recipe("demo", [f"name={name}", *overrides])
     with console.status("measuring how fast this machine trains"):
         rate = measure_rate(recipe)
@@ -188,7 +190,7 @@ def _show(report: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     example = report["example"]
-    console.print(f"[bold]One of them[/]: {example['question']}", highlight=False)
+    console.print(Text(f"One of them: {example['question']}", style="bold"))
     console.print(Text(example["reply"], style="dim"))
     training = report["training"]
     console.print(

@@ -11,6 +11,7 @@ from openzaya.config.recipe import PhaseConfig, Recipe
 from openzaya.model.init import init_weights
 from openzaya.model.model import Zaya
 from openzaya.optim.groups import build_optimizers
+from openzaya.train.setup import pick_device
 
 
 def scaled(recipe: Recipe, total_steps: int) -> Recipe:
@@ -37,13 +38,17 @@ def measure_rate(recipe: Recipe, steps: int = 3) -> float:
 
     Takes the first phase's shapes; the first step, which pays for start-up, is not counted.
     """
-    phase = recipe.phases[0]
+    phase, device = recipe.phases[0], pick_device(recipe)
+    if recipe.run.threads:
+        torch.set_num_threads(recipe.run.threads)
     model = Zaya(recipe.model, getattr(torch, recipe.run.compute_dtype))
     init_weights(model, seed=0)
+    model.to(device)
     optimizers = build_optimizers(model, recipe.optimizer)
     shape = (phase.micro_sequences, phase.context)
-    tokens = torch.randint(0, recipe.model.vocab_size, shape)
-    positions = (torch.arange(phase.context) % (phase.context // 2)).expand(shape)
+    tokens = torch.randint(0, recipe.model.vocab_size, shape, device=device)
+    positions = torch.arange(phase.context, device=device) % (phase.context // 2)
+    positions = positions.expand(shape)
     seconds = []
     for _ in range(1 + steps):
         started = time.perf_counter()
@@ -53,6 +58,7 @@ def measure_rate(recipe: Recipe, steps: int = 3) -> float:
         for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
+        float(model.head_weight[0, 0].detach())  # wait for the device
         seconds.append(time.perf_counter() - started)
     return step_tokens(phase) / statistics.median(seconds[1:])
 

@@ -67,18 +67,21 @@ class LiveView:
             self._live.update(self._panel())
         elif time.monotonic() - self._last_line > _PLAIN_EVERY or self._done():
             self._last_line = time.monotonic()
-            self._console.print(self._line(), highlight=False)
+            self._console.print(self._line(), highlight=False, soft_wrap=True)
 
     def heldout(self, losses: dict[str, float]) -> None:
         """Show new held-out losses."""
         self._heldout = losses
-        if self._live is None:
+        if self._live is not None:
+            if self._record:  # a resumed run may evaluate before its first step
+                self._live.update(self._panel())
+        else:
             shown = "  ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
             self._console.print(f"  held-out  {shown}", highlight=False)
 
     def note(self, text: str) -> None:
         """Say something that stays on the screen."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _step_tokens(self, step: int) -> int:
         phase = self._recipe.phases[self._recipe.locate(step)[0]]

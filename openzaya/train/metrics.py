@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from openzaya.checkpoint.atomic import write_text
+from openzaya.errors import UserError
 
 FILE = "metrics.jsonl"
 
@@ -25,9 +27,9 @@ class MetricsLog:
     def __init__(self, run: Path, resume_step: int, tensorboard: bool) -> None:
         self._path = run / FILE
         kept = [record for record in read_metrics(run) if record["step"] <= resume_step]
-        scratch = self._path.with_suffix(".incomplete")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(scratch, self._path)
+        self.evaluated = any("heldout" in r and r["step"] == resume_step for r in kept)
+        """Whether the log holds the held-out losses of the step that is resumed from."""
+        write_text(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("a", encoding="utf-8")
         self._board = None
         if tensorboard:
@@ -40,8 +42,14 @@ class MetricsLog:
 
         Numbers go to TensorBoard under their key, lists and tables of numbers under `key/index`.
         """
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self._path}: {error.strerror}: free some room, then run the same "
+                "command again; it continues from the last checkpoint"
+            ) from error
         if self._board is None:
             return
         for key, value in record.items():

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from openzaya.checkpoint.atomic import write_text
+from openzaya.checkpoint.run import list_checkpoints
 from openzaya.config.load import differences, load_recipe, recipe_to_toml
 from openzaya.config.recipe import Recipe
 from openzaya.data.batches import DataPlan
@@ -27,6 +28,7 @@ from openzaya.train.state import TrainState
 
 LOCK = ".lock"
 RECIPE = "recipe.toml"
+SOURCES = "sources.json"
 TOKENIZER = "tokenizer.json"
 
 
@@ -62,7 +64,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
         UserError: for anything that would fail later on.
     """
     torch.manual_seed(recipe.seed)
-    device = _device(recipe)
+    device = pick_device(recipe)
     claimed = _claimed(recipe, folder)
     tokenizer = _tokenizer(recipe, folder, claimed, console)
     with console.status("reading the sources") as status:
@@ -78,6 +80,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     init_weights(model, recipe.seed)
     state = TrainState.create(model.to(device), recipe)
     _check_room(state, recipe, folder)
+    _check_sources(plan, folder, claimed)
     if not claimed:
         write_text(folder / RECIPE, recipe_to_toml(recipe))
     return Run(recipe, folder, tokenizer, plan, state, device)
@@ -109,13 +112,21 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def _device(recipe: Recipe) -> torch.device:
+def pick_device(recipe: Recipe) -> torch.device:
+    """The device that a recipe names.
+
+    Raises:
+        UserError: if there is no such GPU.
+    """
     name = recipe.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"run.device is {name!r}, but no GPU is available; use 'cpu' or 'auto'.")
-    return torch.device(name)
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"run.device is {name!r}, but there are {torch.cuda.device_count()} GPUs.")
+    return device
 
 
 def _claimed(recipe: Recipe, folder: Path) -> bool:
@@ -158,10 +169,27 @@ def _check_evaluation(recipe: Recipe, plan: DataPlan) -> None:
                 plan.heldout(name, phase.context, 1)
 
 
+def _check_sources(plan: DataPlan, folder: Path, claimed: bool) -> None:
+    """The text must be what the run began with: the batch of a step is a function of it."""
+    file = folder / SOURCES
+    digests = {name: store.digest for name, store in plan.stores.items()}
+    if not claimed or not file.is_file():
+        write_text(file, json.dumps(digests, indent=1) + "\n")
+        return
+    began = json.loads(file.read_text())
+    changed = [name for name, digest in digests.items() if began.get(name) != digest]
+    if changed:
+        raise UserError(
+            f"the text of {', '.join(changed)} is not what {folder} began with: restore it, or "
+            "start a run of another name (name=...)."
+        )
+
+
 def _check_room(state: TrainState, recipe: Recipe, folder: Path) -> None:
     """Weights, gradients' moments and one more checkpoint than is kept must fit on the disk."""
     weights = sum(p.numel() * 4 for p in state.model.parameters())
-    need = 3 * weights * (recipe.run.keep_checkpoints + 1)
+    there = min(len(list_checkpoints(folder)), recipe.run.keep_checkpoints)
+    need = 3 * weights * (recipe.run.keep_checkpoints + 1 - there)
     free = shutil.disk_usage(folder).free
     if free < need:
         raise UserError(

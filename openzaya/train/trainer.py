@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from openzaya.checkpoint.atomic import atomic_folder, write_text
 from openzaya.checkpoint.run import checkpoint_path, newest_checkpoint, prune
@@ -49,7 +50,7 @@ def train(recipe: Recipe, out: Path, console: Console) -> Path:
         found = newest_checkpoint(run.folder)
         if found is not None:
             for damaged in found.damaged:
-                console.print(f"[yellow]skipping a damaged checkpoint[/]: {damaged}")
+                console.print(Text(f"skipping a damaged checkpoint: {damaged}"), soft_wrap=True)
             run.state.load(found.path)
             console.print(f"continuing after step {run.state.step} of {recipe.total_steps}")
         stop.guard(True)
@@ -78,6 +79,10 @@ class _Trainer:
     def run(self) -> Path:
         """Train to the end; returns the final checkpoint's folder."""
         settings = self.recipe.run
+        if self.state.step and not self.log.evaluated:  # a signal cut an evaluation short
+            self._evaluate_if_due()
+            if self.stop.requested:
+                self._leave()
         while self.state.step < self.recipe.total_steps:
             phase_index, step = self.recipe.locate(self.state.step)
             phase = self.recipe.phases[phase_index]
@@ -89,8 +94,7 @@ class _Trainer:
                 self.log.write(record)
                 self.view.step(record)
             border = step + 1 == phase.steps
-            if settings.eval_every and (border or self.state.step % settings.eval_every == 0):
-                self._evaluate(phase)
+            self._evaluate_if_due()
             if border or self.state.step % settings.checkpoint_every == 0:
                 self._save()
             if self.stop.requested:
@@ -113,6 +117,9 @@ class _Trainer:
         parameters = list(state.model.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optimizer.clip_norm))
         if not math.isfinite(loss) or not math.isfinite(norm):
+            for optimizer in state.optimizers.values():
+                optimizer.zero_grad(set_to_none=True)
+            self._save()
             raise UserError(
                 f"step {state.step + 1}: loss {loss} with gradient norm {norm} is not finite. The "
                 f"last checkpoint is of step {self.saved_step}; lower the learning rate, or "
@@ -163,6 +170,13 @@ class _Trainer:
             load = out.load if load is None else load + out.load
         assert load is not None
         return total, load
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate at every `eval_every`-th step and at the end of every phase."""
+        index, step = self.recipe.locate(self.state.step - 1)
+        phase, every = self.recipe.phases[index], self.recipe.run.eval_every
+        if every and (step + 1 == phase.steps or self.state.step % every == 0):
+            self._evaluate(phase)
 
     def _evaluate(self, phase: PhaseConfig) -> None:
         """Held-out loss of every source in the phase's mixture; given up when a signal comes."""

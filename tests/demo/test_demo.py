@@ -42,5 +42,7 @@ def test_the_demo_trains_reports_and_does_not_repeat(tmp_path, capsys, monkeypat
     monkeypatch.undo()
     run_demo(0.2, tmp_path, Console(width=80), exam_problems=7)
     assert json.loads((folder / "report.json").read_text())["exam"]["overall"]["total"] == 7
+    with pytest.raises(UserError, match="names its own run"):
+        run_demo(0.3, tmp_path, Console(), ["name=mine"])
     with pytest.raises(UserError, match="comes too late"):
         run_demo(0.2, tmp_path, Console(), ["seed=3"])

@@ -104,6 +104,30 @@ def test_a_signal_between_micro_batches_gives_the_step_up(recipe, quiet, tmp_pat
     assert_same_tensors(everything(tmp_path / "parts", 8), everything(finished, 8))
 
 
+def test_an_evaluation_that_a_signal_cut_short_is_made_up_for(
+    recipe, quiet, tmp_path, finished, monkeypatch
+):
+    original = trainer.heldout_loss
+
+    def interrupted(model, batch, micro, stop):
+        signal.raise_signal(signal.SIGTERM)
+        return original(model, batch, micro, stop)
+
+    monkeypatch.setattr(trainer, "heldout_loss", interrupted)
+    for _ in range(2):  # at the border, and again where the resumed run makes up for it
+        with pytest.raises(Stopped):
+            train(recipe("name=parts"), tmp_path, quiet)
+    monkeypatch.setattr(trainer, "heldout_loss", original)
+    train(recipe("name=parts"), tmp_path, quiet)
+    assert curve(tmp_path / "parts") == curve(finished)
+
+
+def test_text_that_changed_is_not_trained_on(recipe, quiet, tmp_path, finished):
+    (tmp_path / "text.txt").write_text("\n\n".join(f"another text {i}" * 9 for i in range(60)))
+    with pytest.raises(UserError, match="plays is not what"):
+        train(recipe("name=whole"), tmp_path, quiet)
+
+
 def test_a_finished_run_is_not_repeated(recipe, quiet, tmp_path, finished, monkeypatch):
     def never(*args):
         raise AssertionError("a step was run")
@@ -194,6 +218,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(recipe, quiet, tmp_path):
             tmp_path,
             quiet,
         )
+    assert list_checkpoints(tmp_path / "hot"), "the state before the bad step is saved"
     assert not any(r["loss"] != r["loss"] for r in read_metrics(tmp_path / "hot") if "loss" in r)
 
 
