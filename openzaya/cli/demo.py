@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument(
-        "--minutes", type=float, default=10.0, help="time for everything (default: 10)"
+        "--minutes", type=float, metavar="N", help="time for everything (default: 10)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("runs"), help="folder of runs (default: runs)"
@@ -38,16 +38,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the verb."""
     from openzaya.errors import UserError
 
-    if not 0.2 <= args.minutes <= 24 * 60:
+    if args.minutes is not None and not 0.2 <= args.minutes <= 24 * 60:
         raise UserError(f"--minutes {args.minutes:g} is out of range; give 0.2 to 1440.")
     from rich.console import Console
 
-    from openzaya.demo.demo import run_demo
+    from openzaya.demo.demo import DEFAULT_MINUTES, run_demo
     from openzaya.train.stop import Stopped
 
     console = Console()
     try:
-        folder = run_demo(args.minutes, args.out, console, args.overrides)
+        folder = run_demo(args.minutes or DEFAULT_MINUTES, args.out, console, args.overrides)
     except Stopped as stopped:
         return stopped.exit_code
     command = f"openzaya chat {shlex.quote(str(folder))}"

@@ -23,7 +23,7 @@ start here:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with all verbs."""
+    """The parser that lists all verbs; `_parse` reads the arguments of one."""
     parser = argparse.ArgumentParser(
         prog="openzaya",
         description=openzaya.__doc__,
@@ -34,9 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name in VERBS:
         module = importlib.import_module(f"openzaya.cli.{name}")
-        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add_arguments(verb)
-        verb.set_defaults(run=module.run)
+        verbs.add_parser(name, help=module.HELP)
     return parser
 
 
@@ -50,7 +48,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     module = importlib.import_module(f"openzaya.cli.{argv[0]}")
     verb = argparse.ArgumentParser(prog=f"openzaya {argv[0]}", description=module.HELP)
     module.add_arguments(verb)
-    verb.set_defaults(verb=argv[0], run=module.run)
+    verb.set_defaults(run=module.run)
     return verb.parse_intermixed_args(argv[1:])
 
 

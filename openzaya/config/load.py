@@ -95,18 +95,18 @@ def _flatten(value: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _expand_preset(data: dict[str, Any], where: str) -> None:
+    """Spell out `model = "small"` and `model = {preset = "small", num_experts = 4}` in place."""
     model = data.get("model")
     if isinstance(model, str):
         model = {"preset": model}
-    if isinstance(model, dict) and "preset" in model:
-        rest = {key: value for key, value in model.items() if key != "preset"}
-        name = model["preset"]
-        preset = PRESETS.get(name) if isinstance(name, str) else None
-        if preset is None:
-            raise UserError(
-                f"{where}: unknown model preset {model['preset']!r}; there are {', '.join(PRESETS)}"
-            )
-        data["model"] = {**preset.model_dump(mode="json"), **rest}
+    if not isinstance(model, dict) or "preset" not in model:
+        return
+    name = model["preset"]
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None:
+        raise UserError(f"{where}: unknown model preset {name!r}; there are {', '.join(PRESETS)}")
+    rest = {key: value for key, value in model.items() if key != "preset"}
+    data["model"] = {**preset.model_dump(mode="json"), **rest}
 
 
 def _apply(data: dict[str, Any], override: str) -> None:

@@ -6,11 +6,11 @@ objects below. The field descriptions are the reference documentation of the rec
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from openzaya.model.config import PRESETS, ModelConfig
+from openzaya.model.config import ModelConfig
 
 
 class _Section(BaseModel):
@@ -95,6 +95,11 @@ class PhaseConfig(_Section):
             )
         return self
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one global batch, padding included."""
+        return self.batch_sequences * self.context
+
 
 class OptimizerConfig(_Section):
     """Muon for hidden matrices, AdamW for the rest."""
@@ -150,27 +155,15 @@ class Recipe(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run.")
     description: str = ""
     seed: int = Field(0, ge=0, le=2**63 - 1)
-    model: ModelConfig = Field(description="A preset's name, or a table; see ModelConfig.")
+    model: ModelConfig = Field(
+        description="A preset's name, or a table with `preset` and what differs (`config.load`)."
+    )
     tokenizer: TokenizerConfig = TokenizerConfig()
     sources: dict[str, SourceConfig]
     phases: tuple[PhaseConfig, ...]
     optimizer: OptimizerConfig = OptimizerConfig()
     balance: BalanceConfig = BalanceConfig()
     run: RunConfig = RunConfig()
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _expand_preset(cls, value: Any) -> Any:
-        """`model = "small"` or `model = {preset = "small", num_experts = 4}`."""
-        if isinstance(value, str):
-            value = {"preset": value}
-        if isinstance(value, dict) and "preset" in value:
-            value = dict(value)
-            preset = value.pop("preset")
-            if preset not in PRESETS:
-                raise ValueError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
-            return {**PRESETS[preset].model_dump(), **value}
-        return value
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -199,6 +192,10 @@ class Recipe(_Section):
                 f"model.vocab_size {self.model.vocab_size}"
             )
         return self
+
+    def evaluated(self, phase: PhaseConfig) -> list[str]:
+        """Sources whose held-out loss is measured in a phase."""
+        return [n for n, share in phase.mixture.items() if share and self.sources[n].heldout]
 
     @property
     def total_steps(self) -> int:

@@ -133,7 +133,7 @@ class TaskReader:
                 )
         self._kinds, self._heldout = kinds, heldout
         self._chat, self._turns = source.style == "chat", source.turns
-        self._tokenizer, self._context, self._name = tokenizer, context, name
+        self._tokenizer, self._context = tokenizer, context
         self._seed = hash64("tasks", name, *keys)
         lengths = sorted(len(ids) for ids, _ in islice(self._documents(0), _PROBES))
         if lengths[_PROBES // 2] > context:

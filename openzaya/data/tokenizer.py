@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from openzaya.errors import UserError
 
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 THINK, END_THINK = "<think>", "</think>"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from openzaya.data.chat import encode_chat
 from openzaya.data.tasks import Task
-from openzaya.data.tokenizer import IM_END, THINK, Tokenizer
+from openzaya.data.tokenizer import Tokenizer
 from openzaya.evals.arithmetic import Score, score
 from openzaya.model.model import Zaya
+from openzaya.serve.chat_format import NativeFormat, Turn
 from openzaya.serve.generate import generate
 from openzaya.serve.request import stop_token_ids
 from openzaya.serve.sampling import SamplingSettings
@@ -36,20 +36,16 @@ def take_exam(
     """
     replies: list[str] = []
     settings = SamplingSettings(temperature=0.0, max_new_tokens=max_new_tokens)
-    end_of_turn = tokenizer.token_id(IM_END)
-    stops = [*stop_token_ids(model, tokenizer)] + ([] if end_of_turn is None else [end_of_turn])
+    chat = NativeFormat(tokenizer)
+    stops = [*stop_token_ids(model, tokenizer), *chat.stop_ids]
     for start in range(0, len(posed), BATCH):
         prompts = [
-            encode_chat(
-                [{"role": "user", "content": task.question}],
-                tokenizer,
-                add_generation_prompt=True,
-                thinking=True,
-            )[0]
+            chat.prompt([Turn("user", task.question)], thinking=True)
             for task in posed[start : start + BATCH]
         ]
-        completions = generate(model, tokenizer, prompts, settings, stop_ids=stops)
-        replies += [f"{THINK}\n{completion.text}" for completion in completions]
+        ids = [prompt.ids for prompt in prompts]
+        completions = generate(model, tokenizer, ids, settings, stop_ids=stops)
+        replies += [p.opened + c.text for p, c in zip(prompts, completions, strict=True)]
         if progress is not None:
             progress(len(replies))
     return score(posed, replies), replies

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from openzaya.config.recipe import PhaseConfig, Recipe
+from openzaya.config.recipe import Recipe
 from openzaya.model.init import init_weights
 from openzaya.model.model import Zaya
 from openzaya.optim.groups import build_optimizers
@@ -26,11 +26,6 @@ def scaled(recipe: Recipe, total_steps: int) -> Recipe:
         warmup = min(phase.warmup_steps, steps // 4)
         phases.append(phase.model_copy(update={"steps": steps, "warmup_steps": warmup}))
     return recipe.model_copy(update={"phases": tuple(phases)})
-
-
-def step_tokens(phase: PhaseConfig) -> int:
-    """Tokens of one global batch, padding included."""
-    return phase.batch_sequences * phase.context
 
 
 def measure_rate(recipe: Recipe, steps: int = 3) -> float:
@@ -60,10 +55,10 @@ def measure_rate(recipe: Recipe, steps: int = 3) -> float:
             optimizer.zero_grad()
         float(model.head_weight[0, 0].detach())  # wait for the device
         seconds.append(time.perf_counter() - started)
-    return step_tokens(phase) / statistics.median(seconds[1:])
+    return phase.step_tokens / statistics.median(seconds[1:])
 
 
 def fitted(recipe: Recipe, seconds: float, rate: float) -> Recipe:
     """The recipe with as many steps as `seconds` allow at `rate` tokens a second."""
-    tokens = sum(phase.steps * step_tokens(phase) for phase in recipe.phases)
+    tokens = sum(phase.steps * phase.step_tokens for phase in recipe.phases)
     return scaled(recipe, max(int(recipe.total_steps * seconds * rate / tokens), 1))

@@ -14,14 +14,12 @@ from openzaya.checkpoint.atomic import MANIFEST, verify
 from openzaya.checkpoint.native import CONFIG, load_model
 from openzaya.checkpoint.run import newest_checkpoint
 from openzaya.data.chat import CHAT_TEMPLATE
-from openzaya.data.tokenizer import Tokenizer
+from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from openzaya.errors import UserError
 from openzaya.model.model import Zaya
 from openzaya.serve.chat_format import ChatFormat, NativeFormat, TemplateFormat
 from openzaya.serve.request import check_vocabulary
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 
@@ -93,10 +91,10 @@ def open_folder(
 ) -> tuple[Zaya, Tokenizer]:
     """Open a model folder that `find_checkpoint` has returned; errors as `open_checkpoint`."""
     _check_device(device)
-    file = folder / TOKENIZER
+    file = folder / TOKENIZER_FILE
     if not file.is_file():
         raise UserError(
-            f"{folder} has no {TOKENIZER}: copy the one that the model was trained with there"
+            f"{folder} has no {TOKENIZER_FILE}: copy the one that the model was trained with there"
         )
     tokenizer = Tokenizer.load(file)
     model = load_model(folder, dtype, device)
@@ -119,8 +117,8 @@ def open_chat_format(folder: Path, tokenizer: Tokenizer) -> ChatFormat:
     Raises:
         UserError: if a file or the template cannot be read, or the tokenizer knows no chat.
     """
-    config = _read_json(folder / TOKENIZER_CONFIG)
-    source, where = config.get("chat_template"), folder / TOKENIZER_CONFIG
+    config = _read_json(folder / TOKENIZER_CONFIG_FILE)
+    source, where = config.get("chat_template"), folder / TOKENIZER_CONFIG_FILE
     if (folder / TEMPLATE).is_file():
         source, where = (folder / TEMPLATE).read_text(encoding="utf-8"), folder / TEMPLATE
     if isinstance(source, list):  # several, by name
@@ -135,7 +133,7 @@ def open_chat_format(folder: Path, tokenizer: Tokenizer) -> ChatFormat:
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             tokens[name] = token
-    added = _read_json(folder / TOKENIZER).get("added_tokens", [])
+    added = _read_json(folder / TOKENIZER_FILE).get("added_tokens", [])
     control = [token["content"] for token in added]
     ends = _read_json(folder / GENERATION_CONFIG).get("eos_token_id", [])
     ends = ends if isinstance(ends, list) else [ends]

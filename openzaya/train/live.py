@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from openzaya.config.recipe import Recipe
+from openzaya.config.recipe import PhaseConfig, Recipe
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY = 10.0
@@ -36,10 +36,8 @@ class LiveView:
         self._heldout: dict[str, float] = {}
         self._record: dict[str, Any] = {}
         self._step = start_step
-        self._tokens_left = sum(p.steps * p.batch_sequences * p.context for p in recipe.phases)
-        for step in range(start_step):
-            self._tokens_left -= self._step_tokens(step)
-        self._rates: deque[float] = deque(maxlen=20)
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=20)
+        """Real tokens, tokens with padding, and seconds of the last steps."""
         self._last_line = 0.0
         self._live = (
             Live(console=console, refresh_per_second=4, transient=False)
@@ -58,11 +56,11 @@ class LiveView:
 
     def step(self, record: dict[str, Any]) -> None:
         """Show the record of a finished step."""
-        self._tokens_left -= self._step_tokens(self._step)
         self._step = record["step"]
         self._record = record
         self._losses.append(record["loss"])
-        self._rates.append(record["step_tokens"] / record["seconds"])
+        padded = self._phase().step_tokens
+        self._recent.append((record["step_tokens"], padded, record["seconds"]))
         if self._live is not None:
             self._live.update(self._panel())
         elif time.monotonic() - self._last_line > _PLAIN_EVERY or self._done():
@@ -83,18 +81,26 @@ class LiveView:
         """Say something that stays on the screen."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _step_tokens(self, step: int) -> int:
-        phase = self._recipe.phases[self._recipe.locate(step)[0]]
-        return phase.batch_sequences * phase.context
+    def _phase(self) -> PhaseConfig:
+        """Phase of the step that was shown last."""
+        return self._recipe.phases[self._recipe.locate(self._step - 1)[0]]
 
     def _done(self) -> bool:
         return self._step >= self._recipe.total_steps
 
     def _rate(self) -> float:
-        return sum(self._rates) / len(self._rates)
+        """Real tokens a second."""
+        real, _, seconds = zip(*self._recent, strict=True)
+        return sum(real) / sum(seconds)
 
     def _eta(self) -> str:
-        seconds = int(self._tokens_left / max(self._rate(), 1e-9))
+        """Time left, by the tokens that are left, padding included on both sides."""
+        left, done = 0, self._step
+        for phase in self._recipe.phases:
+            left += max(phase.steps - done, 0) * phase.step_tokens
+            done = max(done - phase.steps, 0)
+        _, padded, spent = zip(*self._recent, strict=True)
+        seconds = int(left * sum(spent) / sum(padded))
         hours, minutes = seconds // 3600, seconds % 3600 // 60
         return (
             f"{hours}:{minutes:02}:{seconds % 60:02}" if hours else f"{minutes}:{seconds % 60:02}"
@@ -111,11 +117,10 @@ class LiveView:
 
     def _panel(self) -> Group:
         r = self._record
-        phase = self._recipe.phases[self._recipe.locate(r["step"] - 1)[0]]
         total = self._recipe.total_steps
         head = Table.grid(padding=(0, 2))
         head.add_row(
-            Text(f"phase {phase.name}", style="bold"),
+            Text(f"phase {r['phase']}", style="bold"),
             f"step {r['step']}/{total}",
             f"{self._rate():,.0f} tokens/s",
             f"{self._eta()} left",

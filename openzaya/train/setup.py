@@ -19,7 +19,7 @@ from openzaya.config.load import differences, load_recipe, recipe_to_toml
 from openzaya.config.recipe import Recipe
 from openzaya.data.batches import DataPlan
 from openzaya.data.chat import CHAT_TEMPLATE
-from openzaya.data.tokenizer import Tokenizer
+from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from openzaya.data.vocabulary import obtain_tokenizer
 from openzaya.errors import UserError
 from openzaya.model.init import init_weights
@@ -29,7 +29,6 @@ from openzaya.train.state import TrainState
 LOCK = ".lock"
 RECIPE = "recipe.toml"
 SOURCES = "sources.json"
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass
@@ -74,6 +73,12 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
 
         plan = DataPlan(
             recipe.sources, recipe.phases, tokenizer, folder.parent / "cache", recipe.seed, progress
+        )
+    for (phase, name), dropped in plan.dropped.items():
+        console.print(
+            f"{name}: {dropped:,} documents are longer than the context of phase "
+            f"{recipe.phases[phase].name} and left out",
+            highlight=False,
         )
     _check_evaluation(recipe, plan)
     model = Zaya(recipe.model, getattr(torch, recipe.run.compute_dtype))
@@ -144,7 +149,7 @@ def _claimed(recipe: Recipe, folder: Path) -> bool:
 
 def _tokenizer(recipe: Recipe, folder: Path, claimed: bool, console: Console) -> Tokenizer:
     """The run's tokenizer: its own copy, else the recipe's file, else trained now."""
-    own = folder / TOKENIZER
+    own = folder / TOKENIZER_FILE
     if claimed and own.is_file():
         tokenizer = Tokenizer.load(own)
     else:
@@ -164,9 +169,8 @@ def _check_evaluation(recipe: Recipe, plan: DataPlan) -> None:
     if not recipe.run.eval_every:
         return
     for phase in recipe.phases:
-        for name, share in phase.mixture.items():
-            if share and recipe.sources[name].heldout:
-                plan.heldout(name, phase.context, 1)
+        for name in recipe.evaluated(phase):
+            plan.heldout(name, phase.context, 1)
 
 
 def _check_sources(plan: DataPlan, folder: Path, claimed: bool) -> None:
@@ -176,7 +180,13 @@ def _check_sources(plan: DataPlan, folder: Path, claimed: bool) -> None:
     if not claimed or not file.is_file():
         write_text(file, json.dumps(digests, indent=1) + "\n")
         return
-    began = json.loads(file.read_text())
+    try:
+        began = dict(json.loads(file.read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file} is damaged ({error}): delete it if the texts are still those that the run "
+            "began with."
+        ) from error
     changed = [name for name, digest in digests.items() if began.get(name) != digest]
     if changed:
         raise UserError(
@@ -200,7 +210,7 @@ def _check_room(state: TrainState, recipe: Recipe, folder: Path) -> None:
 
 def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
     """What `transformers.AutoTokenizer` needs beside the weights, chat template included."""
-    tokenizer.save(folder / TOKENIZER)
+    tokenizer.save(folder / TOKENIZER_FILE)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": CHAT_TEMPLATE,
@@ -209,4 +219,4 @@ def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
         "model_max_length": 10**30,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")

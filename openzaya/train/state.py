@@ -37,7 +37,6 @@ class TrainState:
         controller: of the balancing biases, with its own optimizer state.
         step: optimizer steps done.
         tokens: real tokens trained on.
-        seconds: time spent training, over all restarts.
     """
 
     model: Zaya
@@ -45,7 +44,6 @@ class TrainState:
     controller: BalancingController
     step: int = 0
     tokens: int = 0
-    seconds: float = 0.0
 
     @classmethod
     def create(cls, model: Zaya, recipe: Recipe) -> TrainState:
@@ -63,7 +61,6 @@ class TrainState:
         scalars = {
             "step": self.step,
             "tokens": self.tokens,
-            "seconds": self.seconds,
             "openzaya": openzaya.__version__,
             "torch": torch.__version__,
         }
@@ -109,7 +106,6 @@ class TrainState:
         self.controller.restore()
         self.step = scalars["step"]
         self.tokens = scalars["tokens"]
-        self.seconds = scalars["seconds"]
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {"rng.torch": torch.get_rng_state()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 
 class Stopped(BaseException):
@@ -26,8 +26,8 @@ class Stopped(BaseException):
 class StopRequest:
     """Context manager that listens for SIGTERM and SIGINT.
 
-    Outside of `guarded` a signal raises `Stopped` at once. Inside, where state must not be torn,
-    it only sets `signum`; the loop asks `requested` at its seams. A second Ctrl-C raises anyway.
+    Before `guard` a signal raises `Stopped` at once. After it, when state must not be torn, it only
+    sets `signum`; the loop asks `requested` at its seams. A second Ctrl-C raises anyway.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class StopRequest:
         """Whether a signal has come."""
         return self.signum is not None
 
-    def guard(self, on: bool) -> None:
-        """Enter or leave the stretch in which signals wait."""
-        self._guarded = on
+    def guard(self) -> None:
+        """From here on signals wait to be asked for."""
+        self._guarded = True
 
-    def raise_if_requested(self) -> None:
-        """Raise `Stopped` if a signal has come."""
-        if self.signum is not None:
-            raise Stopped(self.signum)
+    def leave(self) -> NoReturn:
+        """Raise `Stopped` for the signal that has come."""
+        assert self.signum is not None
+        raise Stopped(self.signum)
 
     def __enter__(self) -> StopRequest:
         for signum in (signal.SIGTERM, signal.SIGINT):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
 from rich.text import Text
 
-from openzaya.checkpoint.atomic import atomic_folder, write_text
+from openzaya.checkpoint.atomic import atomic_folder
 from openzaya.checkpoint.run import checkpoint_path, newest_checkpoint, prune
 from openzaya.config.load import recipe_to_toml
 from openzaya.config.recipe import PhaseConfig, Recipe
@@ -53,7 +53,7 @@ def train(recipe: Recipe, out: Path, console: Console) -> Path:
                 console.print(Text(f"skipping a damaged checkpoint: {damaged}"), soft_wrap=True)
             run.state.load(found.path)
             console.print(f"continuing after step {run.state.step} of {recipe.total_steps}")
-        stop.guard(True)
+        stop.guard()
         with (
             MetricsLog(run.folder, run.state.step, recipe.run.tensorboard) as log,
             LiveView(recipe, console, run.state.step) as view,
@@ -90,9 +90,8 @@ class _Trainer:
             record = self._step(phase, phase_index, step)
             if record is None:
                 self._leave()
-            else:
-                self.log.write(record)
-                self.view.step(record)
+            self.log.write(record)
+            self.view.step(record)
             border = step + 1 == phase.steps
             self._evaluate_if_due()
             if border or self.state.step % settings.checkpoint_every == 0:
@@ -132,7 +131,6 @@ class _Trainer:
         seconds = time.perf_counter() - started
         state.step += 1
         state.tokens += batch.real_tokens
-        state.seconds += seconds
         num_experts = state.model.config.num_experts
         skipped = load[:, num_experts:].sum(1) / load.sum(1)
         return {
@@ -181,9 +179,7 @@ class _Trainer:
     def _evaluate(self, phase: PhaseConfig) -> None:
         """Held-out loss of every source in the phase's mixture; given up when a signal comes."""
         losses: dict[str, float] = {}
-        for source, share in phase.mixture.items():
-            if not share or not self.recipe.sources[source].heldout:
-                continue
+        for source in self.recipe.evaluated(phase):
             batch = self.plan.heldout(source, phase.context, self.recipe.run.eval_sequences)
             loss = heldout_loss(self.state.model, batch, phase.micro_sequences, self.stop)
             if loss is None:
@@ -201,14 +197,14 @@ class _Trainer:
         with atomic_folder(path) as folder:
             self.state.save(folder)
             write_tokenizer_files(self.tokenizer, folder)
-            write_text(folder / RECIPE, recipe_to_toml(self.recipe))
+            (folder / RECIPE).write_text(recipe_to_toml(self.recipe))
         self.saved_step = self.state.step
         prune(self.run_folder, self.recipe.run.keep_checkpoints, path)
 
-    def _leave(self) -> None:
+    def _leave(self) -> NoReturn:
         """Save, then end with the signal's exit code."""
         self._save()
         self.view.note(
             f"stopped: step {self.state.step} is saved; the same command continues from there"
         )
-        self.stop.raise_if_requested()
+        self.stop.leave()
