@@ -237,9 +237,6 @@ def test_residual_scaling():
     assert torch.allclose(merge(output, stream), expected)
 
 
-# bf16
-
-
 # Heads, context
 
 
