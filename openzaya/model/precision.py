@@ -21,8 +21,12 @@ KEEP_FP32 = ("conv_qk_", "qk_norm.", "norm", ".gate.", "residual_scale.", "input
 """Parameters whose names hold one of these parts are never cast below fp32."""
 
 
+def keeps_fp32(name: str) -> bool:
+    """Whether the parameter or buffer of that name is never held below fp32."""
+    return any(part in name for part in KEEP_FP32)
+
+
 def cast_for_inference(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast in place to `dtype` the parameters that may be; the rest become fp32."""
     for name, parameter in model.named_parameters():
-        keep = any(part in name for part in KEEP_FP32)
-        parameter.data = parameter.data.to(torch.float32 if keep else dtype)
+        parameter.data = parameter.data.to(torch.float32 if keeps_fp32(name) else dtype)
