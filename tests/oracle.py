@@ -7,7 +7,7 @@ import random
 import torch
 from transformers import ZayaConfig, ZayaForCausalLM
 
-from openzaya.checkpoint.native import config_from_json
+from openzaya.checkpoint.dialects import config_from_json
 from openzaya.model.config import ModelConfig
 from openzaya.model.model import Zaya
 

@@ -7,18 +7,15 @@ folder, which the next writer removes.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from openzaya.checkpoint.manifest import write_manifest
 from openzaya.errors import UserError
 
-MANIFEST = "manifest.json"
-_BLOCK = 1 << 20
 _FOREIGN_SIGNS = ("os error", "iostream error", "inline_container", "file write failed")
 
 
@@ -37,9 +34,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         yield scratch
-        _write_manifest(scratch)
+        write_manifest(scratch)
         for file in (*scratch.rglob("*"), scratch):
-            _sync(file)
+            sync(file)
         if path.exists():
             old = path.with_name(f".{path.name}.old")
             shutil.rmtree(old, ignore_errors=True)
@@ -52,15 +49,15 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         else:
             scratch.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise UserError(_explain(error, path)) from error
+        raise UserError(explain_write(error, path)) from error
     except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
         # Writers of foreign libraries wrap the system's error in one of their own.
         if any(sign in str(error).lower() for sign in _FOREIGN_SIGNS):
-            raise UserError(_explain(error, path)) from error
+            raise UserError(explain_write(error, path)) from error
         raise
 
 
@@ -74,57 +71,21 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(text, encoding="utf-8")
-        _sync(scratch)
+        sync(scratch)
         os.replace(scratch, path)
     except OSError as error:
         with suppress(OSError):
             scratch.unlink(missing_ok=True)
-        raise UserError(_explain(error, path)) from error
+        raise UserError(explain_write(error, path)) from error
 
 
-def verify(path: Path) -> list[str]:
-    """Compare a folder with its manifest; the list of what is wrong is empty if all is well."""
-    try:
-        entries = json.loads((path / MANIFEST).read_text())["files"]
-        files = {name: (int(e["bytes"]), str(e["sha256"])) for name, e in entries.items()}
-    except FileNotFoundError:
-        return [f"{MANIFEST} is missing"]
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        return [f"{MANIFEST} cannot be read ({error})"]
-    problems = []
-    for name, (size, digest) in files.items():
-        file = path / name
-        if not file.is_file():
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size != size:
-            problems.append(f"{name} has {file.stat().st_size} bytes, not {size}")
-        elif _digest(file) != digest:
-            problems.append(f"{name} is damaged: its SHA-256 does not match the manifest")
-    return problems
-
-
-def _explain(error: BaseException, path: Path) -> str:
+def explain_write(error: BaseException, path: Path) -> str:
+    """What to tell a user whose disk refused a write."""
     return f"cannot write {path}: {error}. Nothing half-written was left; free room and try again."
 
 
-def _write_manifest(folder: Path) -> None:
-    files = {
-        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _digest(file)}
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
-    (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n")
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while block := handle.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

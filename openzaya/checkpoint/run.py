@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from openzaya.checkpoint.atomic import verify
+from openzaya.checkpoint.manifest import verify
 from openzaya.errors import UserError
 
 _NAME = re.compile(r"step-(\d{8})")

@@ -85,8 +85,9 @@ def _config(name: str) -> ModelConfig:
             f"{name!r} is neither a preset nor a folder. Presets: {', '.join(PRESETS)}; "
             "or give a model folder with a config.json, or the folder of a training run"
         )
-    from openzaya.checkpoint.native import CONFIG, read_config
+    from openzaya.checkpoint.dialects import read_config
     from openzaya.checkpoint.run import list_checkpoints
+    from openzaya.checkpoint.weights import CONFIG
 
     if not (path / CONFIG).exists() and (checkpoints := list_checkpoints(path)):
         path = checkpoints[-1][1]

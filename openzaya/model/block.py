@@ -46,6 +46,6 @@ class Block(nn.Module):
             The new stream, and the routing with the state for the next layer.
         """
         out = self.self_attn(self.input_layernorm(stream, layout.dtype), layout, state)
-        stream = self.post_attention_residual_scale(out, stream)
+        stream = layout.settle(self.post_attention_residual_scale(out, stream))
         out, routing = self.mlp(self.post_attention_layernorm(stream, layout.dtype), router_state)
-        return self.post_mlp_residual_scale(out, stream), routing
+        return layout.settle(self.post_mlp_residual_scale(out, stream)), routing

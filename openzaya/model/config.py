@@ -63,6 +63,11 @@ class ModelConfig(BaseModel):
     residual: Literal["scaled", "plain"] = Field(
         "scaled", description="Learned residual scaling, or a plain sum for ablations."
     )
+    residual_in_fp32: bool = Field(
+        True,
+        description="False rounds the residual stream to the compute dtype after every sum, as "
+        "ZAYA1-base was trained.",
+    )
     rms_norm_eps: float = Field(1e-5, gt=0)
     tie_word_embeddings: bool = True
     initializer_range: float = Field(0.02, gt=0, description="Standard deviation of embeddings.")

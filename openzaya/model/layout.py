@@ -31,6 +31,7 @@ class Layout:
         angles: per layer type, RoPE cosine and sine.
         access: per layer type, how the state's buffers are used; empty without a state.
         dtype: compute dtype of matrix products.
+        residual_in_fp32: whether the residual stream keeps its precision between sub-layers.
     """
 
     positions: Tensor
@@ -41,6 +42,7 @@ class Layout:
     angles: dict[LayerType, tuple[Tensor, Tensor]]
     access: dict[LayerType, Access]
     dtype: torch.dtype
+    residual_in_fp32: bool
 
     @property
     def real(self) -> Tensor | None:
@@ -50,6 +52,10 @@ class Layout:
         device = self.positions.device
         lengths = torch.tensor(self.lengths, device=device)[:, None]
         return torch.arange(self.positions.shape[1], device=device)[None] < lengths
+
+    def settle(self, stream: Tensor) -> Tensor:
+        """The fp32 residual stream as it goes on: rounded, where the model was trained so."""
+        return stream if self.residual_in_fp32 else stream.to(self.dtype).float()
 
     def earlier(self, x: Tensor, distance: int, positions: Tensor | None = None) -> Tensor:
         """Each token's predecessor `distance` tokens back in its document, zero if there is none.
@@ -116,7 +122,9 @@ def build_layout(
     slots = torch.tensor(before, device=device)[:, None] + column
     if positions is None:
         positions = slots - torch.tensor(starts, device=device)[:, None]
-    layout = Layout(positions, lengths, packed, {}, {}, {}, {}, dtype)
+    layout = Layout(
+        positions, lengths, packed, {}, {}, {}, {}, dtype, config.residual_in_fp32
+    )
     fresh = not any(before)
     for layer_type in set(config.types):
         layout.angles[layer_type] = rotary_angles(

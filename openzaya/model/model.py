@@ -150,7 +150,7 @@ class Zaya(nn.Module):
             lengths,
             state,
         )
-        stream = self.model.embed(tokens)
+        stream = layout.settle(self.model.embed(tokens))
         real = layout.real
         classes = self.config.num_router_classes
         loads, routings = [], []

@@ -5,7 +5,8 @@ Operations that run in fp32 whatever the compute dtype (arXiv 2605.05365, sectio
 - q-k mean, q-k norm and temperature, RoPE (`cca.py`)
 - statistics and gain of every RMSNorm (`kernels/norm.py`)
 - the whole router: state and depth averaging, MLP, softmax, balancing biases (`router.py`)
-- the residual stream, its scales, biases and sums (`residual.py`)
+- the residual stream, its scales, biases and sums (`residual.py`), unless `residual_in_fp32` is
+  off, for parity with ZAYA1-base: then it is rounded after each sum
 - conv tail and lagged value of the sequence state (`state.py`)
 - the LM head product and cross-entropy (`model.py`, `kernels/cross_entropy.py`)
 

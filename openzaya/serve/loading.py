@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from openzaya.checkpoint.atomic import MANIFEST, verify
-from openzaya.checkpoint.native import CONFIG, load_model
+from openzaya.checkpoint.load import load_model
+from openzaya.checkpoint.manifest import MANIFEST, verify
 from openzaya.checkpoint.run import newest_checkpoint
+from openzaya.checkpoint.weights import CONFIG
 from openzaya.data.chat import CHAT_TEMPLATE
 from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from openzaya.errors import UserError

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import openzaya
-from openzaya.checkpoint.native import read_config, read_tensors, save_model
+from openzaya.checkpoint.load import read_tensors, read_weights
+from openzaya.checkpoint.save import save_model
 from openzaya.config.recipe import Recipe
 from openzaya.errors import UserError
 from openzaya.model.model import Zaya
@@ -76,16 +77,16 @@ class TrainState:
             scalars = json.loads((folder / SCALARS).read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} holds no training state: {error}") from error
-        saved = read_config(folder)
+        saved, weights = read_weights(folder)
         ours = self.model.config
-        self.model.load_state_dict(read_tensors(folder))
+        self.model.load_state_dict(weights)
         self.model.config = ours.model_copy(
             update={
                 "rope_theta": saved.rope_theta,
                 "max_position_embeddings": saved.max_position_embeddings,
             }
         )
-        tensors = read_tensors(folder, TENSORS)
+        tensors = read_tensors(folder / TENSORS)
         torch.set_rng_state(tensors.pop("rng.torch"))
         for label, optimizer, names in self._optimizers():
             for parameter, name in names.items():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from openzaya.checkpoint.atomic import MANIFEST, atomic_folder, verify, write_text
+from openzaya.checkpoint.atomic import atomic_folder, write_text
+from openzaya.checkpoint.manifest import MANIFEST, verify
 from openzaya.errors import UserError
 
 
@@ -167,7 +168,7 @@ import resource, signal, sys
 from pathlib import Path
 import torch
 from openzaya.checkpoint.atomic import atomic_folder, write_text
-from openzaya.checkpoint.native import save_model
+from openzaya.checkpoint.save import save_model
 from openzaya.errors import UserError
 from openzaya.model.config import PRESETS
 from openzaya.model.model import Zaya

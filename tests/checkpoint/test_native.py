@@ -10,18 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from openzaya.checkpoint.atomic import atomic_folder, verify
-from openzaya.checkpoint.native import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    config_from_json,
-    config_to_json,
-    is_native,
-    load_model,
-    read_config,
-    save_model,
-)
+from openzaya.checkpoint.atomic import atomic_folder
+from openzaya.checkpoint.dialects import config_from_json, is_native, read_config, write_config
+from openzaya.checkpoint.load import load_model
+from openzaya.checkpoint.manifest import verify
+from openzaya.checkpoint.save import save_model
+from openzaya.checkpoint.weights import CONFIG, INDEX, WEIGHTS
 from openzaya.errors import UserError
 from openzaya.model.config import PRESETS
 from openzaya.model.model import Zaya
@@ -147,19 +141,19 @@ def test_other_architectures_are_ours_alone(changes, tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_configurations_round_trip(name):
     config = PRESETS[name]
-    data = json.loads(json.dumps(config_to_json(config)))
+    data = json.loads(json.dumps(write_config(config, "C")))
     again = config_from_json(data, "here")
     assert again.types == config.types
     assert again.model_copy(update={"layer_types": config.layer_types}) == config
     extra = {"partial_rotary_factor": 0.25, "rope_theta": 77.0, "sliding_rope_theta": 55.0}
     other = config.model_copy(update=extra)
-    again = config_from_json(config_to_json(other), "here")
+    again = config_from_json(write_config(other, "C"), "here")
     assert again.model_copy(update={"layer_types": config.layer_types}) == other
 
 
 def test_stray_rope_type_is_tolerated():
     """As the published configuration has it: nested settings and a stray key beside them."""
-    data = config_to_json(small_config(rope_theta=123.0))
+    data = write_config(small_config(rope_theta=123.0), "C")
     data["rope_parameters"]["rope_type"] = "default"
     assert config_from_json(data, "here").rope_theta == 123.0
 
@@ -167,10 +161,6 @@ def test_stray_rope_type_is_tolerated():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zaya_layers": 80}, "'zaya_layers' marks a legacy ZAYA1 dialect"),
-        ({"ffn_hidden_size": 4096}, "'ffn_hidden_size' marks"),
-        ({"ffn_hidden_size_list": [0, 4096]}, "'ffn_hidden_size_list' marks"),
-        ({"zaya_mlp_expansion": [0, 256]}, "'zaya_mlp_expansion' marks"),
         ({"model_type": "llama"}, "'llama', not 'zaya'"),
         ({"model_type": None}, "None, not 'zaya'"),
         ({"num_experts_per_tok": 2}, "num_experts_per_tok is 2; only 1"),
@@ -197,14 +187,14 @@ def test_stray_rope_type_is_tolerated():
     ],
 )
 def test_configurations_that_are_refused(changes, message):
-    data = {**config_to_json(small_config()), **changes}
+    data = {**write_config(small_config(), "C"), **changes}
     with pytest.raises(UserError, match=message) as caught:
         config_from_json(data, "somewhere/config.json")
     assert str(caught.value).startswith("somewhere/config.json")
 
 
 def test_missing_size_is_named():
-    data = config_to_json(small_config())
+    data = write_config(small_config(), "C")
     del data["num_experts"]
     with pytest.raises(UserError, match=r"num_experts: Field required"):
         config_from_json(data, "here")
@@ -215,7 +205,7 @@ def test_missing_size_is_named():
 )
 def test_rope_settings_in_another_form_are_not_replaced_by_defaults(rope):
     """A base that is silently another one spoils every answer and raises nothing."""
-    data = {**config_to_json(small_config()), "rope_parameters": rope}
+    data = {**write_config(small_config(), "C"), "rope_parameters": rope}
     with pytest.raises(UserError, match="rope"):
         config_from_json(data, "here")
 

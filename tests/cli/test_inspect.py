@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from openzaya.checkpoint.native import save_model
+from openzaya.checkpoint.save import save_model
 from openzaya.cli import inspect
 from openzaya.errors import UserError
 from openzaya.model.config import PRESETS

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from openzaya.checkpoint.atomic import atomic_folder
-from openzaya.checkpoint.native import save_model
+from openzaya.checkpoint.save import save_model
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.model.config import PRESETS
 from openzaya.model.init import init_weights

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from openzaya.checkpoint.native import load_model, read_tensors
+from openzaya.checkpoint.load import load_model, read_tensors
 from openzaya.checkpoint.run import checkpoint_path, list_checkpoints
 from openzaya.errors import UserError
 from openzaya.model.model import Zaya

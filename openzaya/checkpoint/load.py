@@ -1,0 +1,77 @@
+"""Opening a checkpoint of any dialect as a model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from openzaya.checkpoint.dialects import describe_folder
+from openzaya.checkpoint.weights import find_weights, fit, read_all
+from openzaya.errors import UserError
+from openzaya.model.config import ModelConfig
+from openzaya.model.model import Zaya
+
+Residual = Literal["float32", "trained"]
+
+
+def load_model(
+    folder: Path,
+    compute_dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    residual: Residual = "float32",
+    weights_as_stored: bool = False,
+) -> Zaya:
+    """Open a checkpoint, in any dialect, for inference or as a starting point of training.
+
+    Args:
+        compute_dtype: of matrix products; matrices are held in it, the rest in fp32.
+        residual: "float32" keeps the residual stream in it, whatever the model was trained with;
+            "trained" rounds it to the compute dtype where training did (ZAYA1-base), for results
+            that match what was trained rather than the more precise ones.
+        weights_as_stored: hold matrices in the dtype of the file and convert each as it is used,
+            which saves memory and costs time.
+
+    Raises:
+        UserError: if a file is missing or damaged, the configuration cannot be read, or tensors
+            are missing, unknown, of another shape or dtype, or not finite.
+    """
+    described = describe_folder(folder)
+    config = described.model
+    if residual == "float32":
+        config = config.model_copy(update={"residual_in_fp32": True})
+    fitted = fit(find_weights(folder), config, described.layout, folder)
+    with torch.device("meta"):
+        model = Zaya(config, compute_dtype)
+    tensors = read_all(fitted, None if weights_as_stored else compute_dtype, torch.float32)
+    model.load_state_dict(tensors, assign=True)
+    return model.to(device).eval()
+
+
+def read_weights(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The configuration of a checkpoint and all its tensors by logical name, as stored.
+
+    Raises:
+        UserError: as `load_model`.
+    """
+    described = describe_folder(folder)
+    fitted = fit(find_weights(folder), described.model, described.layout, folder)
+    return described.model, read_all(fitted)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file that holds no weights.
+
+    Raises:
+        UserError: if it is missing or damaged.
+    """
+    if not file.is_file():
+        raise UserError(f"{file.parent} is no complete checkpoint: {file.name} is missing.")
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged and cannot be opened: {error}") from error
