@@ -34,8 +34,9 @@ format: $(READY) ## rewrite files in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-golden: $(READY) ## rewrite the resolved recipes that tests compare with
+golden: $(READY) ## rewrite the resolved recipes and the golden trace that tests compare with
 	$(BIN)/python -m tests.config.golden
+	$(BIN)/python -m tests.checkpoint.golden_trace
 
 clean:           ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ from openzaya.checkpoint.dialects import (
     write_config,
 )
 from openzaya.checkpoint.headers import TORCH_DTYPES, write_header
+from openzaya.checkpoint.lora import WEIGHTS as ADAPTER_WEIGHTS
+from openzaya.checkpoint.lora import read_adapter
+from openzaya.checkpoint.lora_names import CONFIG as ADAPTER_CONFIG
 from openzaya.checkpoint.manifest import FileRecord, record, write_manifest
 from openzaya.checkpoint.tensors import Entry, Layout
 from openzaya.checkpoint.weights import (
@@ -57,6 +61,7 @@ from openzaya.checkpoint.weights import (
     read,
 )
 from openzaya.errors import UserError
+from openzaya.model.lora import merged
 
 SHARD_BYTES = 5_000_000_000
 _VERSION = 1
@@ -88,6 +93,7 @@ class Plan:
         companions: other files of it.
         notes: what the user should know.
         edits: what becomes of tensors that are not copied as they are, by logical name.
+        merged: digests of the adapter that the edits come from.
     """
 
     source: Path
@@ -99,6 +105,7 @@ class Plan:
     companions: Companions
     notes: list[str] = field(default_factory=list)
     edits: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    merged: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +132,8 @@ class Plan:
         files = sorted({part.file for shard in self.shards for _, ps in shard.items for part in ps})
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         shards = [(shard.name, [e.native for e, _ in shard.items]) for shard in self.shards]
-        content = [_VERSION, str(self.source.resolve()), stats, self.dialect, self.config, shards]
+        source = str(self.source.resolve())
+        content = [_VERSION, source, stats, self.dialect, self.config, shards, self.merged]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -135,6 +143,7 @@ def plan_conversion(
     dialect: Dialect,
     shard_bytes: int = SHARD_BYTES,
     force: bool = False,
+    adapter: Path | None = None,
 ) -> Plan:
     """Check everything that needs no tensor data.
 
@@ -144,6 +153,7 @@ def plan_conversion(
         shard_bytes: size at which a new file is begun (a tensor is never cut).
         force: convert a model whose skip class may fire to a dialect whose readers take the skip
             class for something else; config.json then records what it means.
+        adapter: folder of a LoRA adapter to merge.
 
     Raises:
         UserError: if the source is no whole checkpoint of its dialect, the target cannot express
@@ -169,6 +179,10 @@ def plan_conversion(
     plan = Plan(
         source, target, described, dialect, written, _shards(fitted, shard_bytes), companions, notes
     )
+    if adapter is not None:
+        lora = read_adapter(adapter, config)
+        plan.edits = {name: partial(merged, name, adapter=lora) for name in lora.pairs}
+        plan.merged = [record(adapter / name).sha256 for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
     _check_room(plan)
     return plan
 

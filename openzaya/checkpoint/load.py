@@ -16,6 +16,7 @@ from openzaya.model.config import ModelConfig
 from openzaya.model.model import Zaya
 
 Residual = Literal["float32", "trained"]
+Matrices = Literal["compute", "float32", "stored"]
 
 
 def load_model(
@@ -23,17 +24,18 @@ def load_model(
     compute_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     residual: Residual = "float32",
-    weights_as_stored: bool = False,
+    matrices: Matrices = "compute",
 ) -> Zaya:
     """Open a checkpoint, in any dialect, for inference or as a starting point of training.
 
     Args:
-        compute_dtype: of matrix products; matrices are held in it, the rest in fp32.
+        compute_dtype: of matrix products.
         residual: "float32" keeps the residual stream in it, whatever the model was trained with;
             "trained" rounds it to the compute dtype where training did (ZAYA1-base), for results
             that match what was trained rather than the more precise ones.
-        weights_as_stored: hold matrices in the dtype of the file and convert each as it is used,
-            which saves memory and costs time.
+        matrices: the dtype that matrices are held in (all else is fp32): "compute" is that of the
+            products; "float32" is for training; "stored" is that of the file, which saves memory
+            and costs the time to convert each as it is used.
 
     Raises:
         UserError: if a file is missing or damaged, the configuration cannot be read, or tensors
@@ -46,7 +48,8 @@ def load_model(
     fitted = fit(find_weights(folder), config, described.layout, folder)
     with torch.device("meta"):
         model = Zaya(config, compute_dtype)
-    tensors = read_all(fitted, None if weights_as_stored else compute_dtype, torch.float32)
+    held = {"compute": compute_dtype, "float32": torch.float32, "stored": None}[matrices]
+    tensors = read_all(fitted, held, torch.float32)
     model.load_state_dict(tensors, assign=True)
     return model.to(device).eval()
 

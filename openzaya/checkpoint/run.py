@@ -1,16 +1,25 @@
-"""The checkpoints of one training run: `RUN/checkpoints/step-00000123/`."""
+"""Where checkpoints are: those of a run lie in `RUN/checkpoints/step-00000123/`."""
 
 from __future__ import annotations
 
 import re
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from openzaya.checkpoint.manifest import verify
+from openzaya.checkpoint.hub import local_folder
+from openzaya.checkpoint.manifest import MANIFEST, verify
+from openzaya.checkpoint.weights import CONFIG
 from openzaya.errors import UserError
 
 _NAME = re.compile(r"step-(\d{8})")
+
+
+def to_stderr(message: str) -> None:
+    """Where notices go unless told otherwise."""
+    print(message, file=sys.stderr)
 
 
 @dataclass
@@ -60,6 +69,44 @@ def newest_checkpoint(run: Path) -> Found | None:
             + "\n  ".join(damaged)
         )
     return None
+
+
+def find_checkpoint(path: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
+    """The model folder that `path` is, holds or names, verified where it has a manifest.
+
+    Args:
+        path: a model folder, a training run, or a hub id with its revision.
+        say: told about newer checkpoints that are damaged, and of what the hub says.
+
+    Raises:
+        UserError: if there is none, or none is whole.
+    """
+    path = local_folder(path, say)
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is no folder: give a model folder, the folder of a training run, or a hub id "
+            "with its revision (ORG/NAME@REVISION)"
+        )
+    if (path / CONFIG).exists() or (path / MANIFEST).exists():
+        # Tensors with checksums of their own are compared when they are read.
+        problems = verify(path, tensors=False) if (path / MANIFEST).exists() else []
+        if problems:
+            raise UserError(
+                f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint, or copy "
+                "this one again"
+            )
+        return path
+    found = newest_checkpoint(path)
+    if found is None:
+        raise UserError(
+            f"{path} holds no model: it has neither a {CONFIG} nor checkpoints of a training run "
+            "(checkpoints/step-...)"
+        )
+    for damaged in found.damaged:
+        say(f"skipped a damaged checkpoint: {damaged}")
+    if found.damaged:
+        say(f"using the newest whole one: {found.path}")
+    return found.path
 
 
 def prune(run: Path, keep: int, just_written: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from openzaya.cli.generate import add_sampling_arguments, settings_from
+from openzaya.cli.generate import CHECKPOINT_HELP, add_sampling_arguments, open_from, settings_from
 from openzaya.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG.replace("%", "%%")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model folder or training run")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     add_sampling_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="a first message that sets the tone")
     parser.add_argument("--think", action="store_true", help="start with reasoning switched on")
@@ -57,11 +57,12 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from openzaya.serve.loading import DTYPES, find_checkpoint, open_chat_format, open_folder
+    from openzaya.checkpoint.run import find_checkpoint
+    from openzaya.serve.loading import open_chat_format
     from openzaya.serve.session import ChatSession
 
     folder = find_checkpoint(args.checkpoint)
-    model, tokenizer = open_folder(folder, DTYPES[args.dtype], args.device)
+    model, tokenizer = open_from(args, folder)
     form = open_chat_format(folder, tokenizer)
     session = ChatSession(model, tokenizer, form, settings, args.system, args.think)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openzaya.errors import UserError
 
 if TYPE_CHECKING:
+    from openzaya.data.tokenizer import Tokenizer
+    from openzaya.model.model import Zaya
     from openzaya.serve.request import Completion
     from openzaya.serve.sampling import SamplingSettings
+
+CHECKPOINT_HELP = "a model folder, training run or hub id"
 
 HELP = "continue one or more prompts with a checkpoint"
 
@@ -22,7 +27,8 @@ examples:
   openzaya generate runs/first --chat 'What is 17 + 25?' --seed 1 --json
   echo 'Once upon a time' | openzaya generate runs/first -
 
-CHECKPOINT is a model folder, or a training run, of which the newest whole checkpoint is taken.
+CHECKPOINT is a model folder in any dialect, a training run, of which the newest whole checkpoint is
+taken, or ORG/NAME@REVISION on the hub.
 Row r of several prompts draws with seed + r, so that equal prompts give different samples.
 """
 
@@ -31,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model folder or training run")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
     parser.add_argument(
         "prompts", metavar="PROMPT", nargs="+", help="text to continue; - reads it from stdin"
     )
@@ -86,6 +92,29 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", metavar="NAME", help="as torch names it (default: cpu)"
     )
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="DIR",
+        help="a LoRA adapter (PEFT format), kept beside the weights",
+    )
+    parser.add_argument(
+        "--residual",
+        choices=("float32", "trained"),
+        default="float32",
+        help="trained: round the residual stream as ZAYA1-base's training did (default: float32)",
+    )
+
+
+def open_from(args: argparse.Namespace, folder: Path) -> tuple[Zaya, Tokenizer]:
+    """Model and tokenizer as the shared options ask for.
+
+    Raises:
+        UserError: if they, or the adapter, cannot be opened.
+    """
+    from openzaya.serve.loading import DTYPES, open_folder
+
+    return open_folder(folder, DTYPES[args.dtype], args.device, args.adapter, args.residual)
 
 
 def settings_from(args: argparse.Namespace, stop: tuple[str, ...] = ()) -> SamplingSettings:
@@ -112,11 +141,12 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from(args, tuple(args.stop))
     texts = _texts(args.prompts)
 
+    from openzaya.checkpoint.run import find_checkpoint
     from openzaya.serve.generate import generate
-    from openzaya.serve.loading import DTYPES, find_checkpoint, open_chat_format, open_folder
+    from openzaya.serve.loading import open_chat_format
 
     folder = find_checkpoint(args.checkpoint)
-    model, tokenizer = open_folder(folder, DTYPES[args.dtype], args.device)
+    model, tokenizer = open_from(args, folder)
     stop_ids, opened = None, ""
     if args.chat:
         from openzaya.serve.chat_format import Turn

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openzaya.errors import UserError
 from openzaya.model.config import PRESETS, ModelConfig
@@ -14,6 +13,8 @@ from openzaya.model.config import PRESETS, ModelConfig
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from openzaya.checkpoint.dialects import Description
+    from openzaya.checkpoint.tensors import Layout
     from openzaya.model.accounting import Account
 
 HELP = "parameters, FLOPs, state and memory of a preset or a checkpoint"
@@ -51,13 +52,15 @@ def run(args: argparse.Namespace) -> int:
     """Run the verb."""
     from openzaya.model.accounting import account
 
-    config = _config(args.model)
+    described = _describe(args.model)
+    config = described if isinstance(described, ModelConfig) else described.model
     for option, value in (("--context", args.context), ("--batch", args.batch)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}; it must be at least 1")
     counted = account(config, args.context, args.batch)
     if args.json:
-        fields = {"config": config.model_dump(mode="json"), **counted.to_json()}
+        stored = _stored(described)
+        fields = {"config": config.model_dump(mode="json"), **stored, **counted.to_json()}
         print(json.dumps({"model": args.model, **fields}, indent=2))
         return 0
 
@@ -67,6 +70,12 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"[bold]{args.model}[/bold]  {_shape(config)}")
     for table in _tables(config, counted):
         console.print(table)
+    console.print(_stored_line(described))
+    if not config.residual_in_fp32:
+        console.print(
+            "note: trained with a residual stream in the compute dtype; it is served in fp32 "
+            "unless --residual trained asks for the same"
+        )
     if counted.context > config.max_position_embeddings:
         console.print(
             f"note: {counted.context:,} tokens are more than the "
@@ -75,23 +84,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _config(name: str) -> ModelConfig:
-    """The architecture behind a preset's name or a path."""
-    path = Path(name)
+def _describe(name: str) -> ModelConfig | Description:
+    """What a preset's name, a path or a hub id stands for."""
     if name in PRESETS:
         return PRESETS[name]
+    from openzaya.checkpoint.hub import CONFIG_ONLY, local_folder
+
+    path = local_folder(name, files=CONFIG_ONLY)
     if not path.is_dir():
         raise UserError(
             f"{name!r} is neither a preset nor a folder. Presets: {', '.join(PRESETS)}; "
-            "or give a model folder with a config.json, or the folder of a training run"
+            "or give a model folder with a config.json, a training run, or ORG/NAME@REVISION"
         )
-    from openzaya.checkpoint.dialects import read_config
+    from openzaya.checkpoint.dialects import describe_folder
     from openzaya.checkpoint.run import list_checkpoints
     from openzaya.checkpoint.weights import CONFIG
 
     if not (path / CONFIG).exists() and (checkpoints := list_checkpoints(path)):
         path = checkpoints[-1][1]
-    return read_config(path)
+    return describe_folder(path)
+
+
+def _stored(described: ModelConfig | Description) -> dict[str, Any]:
+    """Dialect of a checkpoint, and stored tensors in each layout."""
+    from openzaya.checkpoint.tensors import has_layout, tensor_count
+
+    if isinstance(described, ModelConfig):
+        config, dialect = described, None
+    else:
+        config, dialect = described.model, described.dialect
+    layouts: tuple[Layout, ...] = ("native", "legacy")
+    counts = {kind: tensor_count(config, kind) for kind in layouts if has_layout(config, kind)}
+    return {"dialect": dialect, "tensors": counts}
+
+
+def _stored_line(described: ModelConfig | Description) -> str:
+    stored = _stored(described)
+    names = {"native": "dialect C", "legacy": "dialects A and B"}
+    counts = [f"{count:,} in {names[kind]}" for kind, count in stored["tensors"].items()]
+    kind = f"a checkpoint of dialect {stored['dialect']}; " if stored["dialect"] else ""
+    return f"{kind}stored tensors: {', '.join(counts)}"
 
 
 def _shape(config: ModelConfig) -> str:

@@ -6,6 +6,10 @@ import argparse
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from openzaya.model.config import ModelConfig
 
 HELP = "train a recipe from scratch, or continue where it stopped"
 
@@ -14,6 +18,7 @@ examples:
   openzaya train tiny                          a recipe that comes with the project
   openzaya train my.toml name=second seed=1    change fields; each run needs its own name
   openzaya train tiny phases.text.lr=1e-3      phases go by their names
+  openzaya train my.toml start_from=ZAYA1-8B   go on from a checkpoint, in any dialect
   openzaya train tiny --print                  the resolved recipe, every default spelled out
 
 Ctrl-C or SIGTERM saves first; the same command continues. A run lives in OUT/NAME: checkpoints
@@ -39,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the verb."""
     from openzaya.config.load import load_recipe, recipe_to_toml
 
-    recipe = load_recipe(args.recipe, args.overrides)
+    recipe = load_recipe(args.recipe, args.overrides, _architecture_of)
     if args.print:
         sys.stdout.write(recipe_to_toml(recipe))
         return 0
@@ -56,3 +61,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"finished: {final}")
     print(f"try it:   openzaya generate {shlex.quote(str(final))} 'Once'")
     return 0
+
+
+def _architecture_of(start_from: str) -> ModelConfig:
+    from openzaya.train.setup import architecture_of  # slow to import, and seldom needed
+
+    return architecture_of(start_from)

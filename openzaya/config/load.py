@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,19 +14,25 @@ from pydantic import BaseModel, ValidationError
 
 from openzaya.config.recipe import Recipe
 from openzaya.errors import UserError
-from openzaya.model.config import PRESETS
+from openzaya.model.config import PRESETS, ModelConfig
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 """Folder of the recipes that come with the project."""
 
 
-def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    name: str,
+    overrides: Sequence[str] = (),
+    architecture: Callable[[str], ModelConfig] | None = None,
+) -> Recipe:
     """Load a recipe by path, or by its bare name from the project's `recipes/`.
 
     Args:
         name: path of a TOML file, or a name such as "demo".
         overrides: `key=value` with dotted keys; phases go by name (`phases.text.lr=1e-3`). Values
             are TOML; anything that is not is taken as a string.
+        architecture: of the checkpoint that a recipe's `start_from` names, for recipes that leave
+            `model` out.
 
     Raises:
         UserError: if the file is missing or no TOML, or a key or value is wrong.
@@ -47,6 +53,8 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply(data, override)
+    if "model" not in data and isinstance(data.get("start_from"), str) and architecture:
+        data["model"] = architecture(data["start_from"]).model_dump(mode="json")
     return recipe_from_dict(data, str(path))
 
 

@@ -68,7 +68,9 @@ class PhaseConfig(_Section):
     context: int = Field(gt=1, description="Tokens of one sequence.")
     batch_sequences: int = Field(gt=0, description="Sequences of one global batch.")
     micro_sequences: int = Field(gt=0, description="Sequences of one forward and backward pass.")
-    rope_theta: float = Field(10_000.0, gt=0, description="RoPE base, changed at the border.")
+    rope_theta: float | None = Field(
+        None, gt=0, description="RoPE base, changed at the border; None takes the model's."
+    )
     mixture: dict[str, float] = Field(description="Source name -> share of the tokens.")
     lr: float = Field(gt=0, description="Peak learning rate of Muon and AdamW.")
     lr_final: float = Field(ge=0, description="Learning rate at the end of the phase.")
@@ -155,8 +157,14 @@ class Recipe(_Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run.")
     description: str = ""
     seed: int = Field(0, ge=0, le=2**63 - 1)
+    start_from: str | None = Field(
+        None,
+        description="A checkpoint in any dialect to take weights and tokenizer from: a folder, a "
+        "run, or a hub id with its revision. None starts from random weights.",
+    )
     model: ModelConfig = Field(
-        description="A preset's name, or a table with `preset` and what differs (`config.load`)."
+        description="A preset's name, or a table with `preset` and what differs (`config.load`); "
+        "left out, that of `start_from`."
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     sources: dict[str, SourceConfig]
@@ -186,7 +194,8 @@ class Recipe(_Section):
                     f"phase {phase.name!r}: context {phase.context} is longer than the model's "
                     f"max_position_embeddings {self.model.max_position_embeddings}"
                 )
-        if self.tokenizer.path is None and self.tokenizer.vocab_size > self.model.vocab_size:
+        trained = self.tokenizer.path is None and self.start_from is None
+        if trained and self.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
                 f"tokenizer.vocab_size {self.tokenizer.vocab_size} does not fit into "
                 f"model.vocab_size {self.model.vocab_size}"
@@ -196,6 +205,14 @@ class Recipe(_Section):
     def evaluated(self, phase: PhaseConfig) -> list[str]:
         """Sources whose held-out loss is measured in a phase."""
         return [n for n, share in phase.mixture.items() if share and self.sources[n].heldout]
+
+    def rope_theta(self, phase: PhaseConfig) -> float:
+        """RoPE base of a phase."""
+        return self.model.rope_theta if phase.rope_theta is None else phase.rope_theta
+
+    def max_position_embeddings(self, phase: PhaseConfig) -> int:
+        """Longest context that the model is made for after a phase: what it has been trained on."""
+        return phase.context if self.start_from is None else self.model.max_position_embeddings
 
     @property
     def total_steps(self) -> int:

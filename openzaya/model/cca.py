@@ -71,11 +71,11 @@ class CCAProjection(nn.Module):
             the norm; v [batch, seq, kv_heads, head_dim] in x's dtype.
         """
         q0, k0 = self.q_proj(x), self.k_proj(x)
-        q, k = self._convolve(torch.cat([q0, k0], dim=-1), layout, state)
+        q, k = self.convolve(torch.cat([q0, k0], dim=-1), layout, state)
         mean_q, mean_k = self._mean(q0, k0)
         return q + mean_q, k + mean_k, self._shift_values(x, layout, state)
 
-    def _convolve(
+    def convolve(
         self, latent: Tensor, layout: Layout, state: LayerState | None
     ) -> tuple[Tensor, Tensor]:
         """Depthwise, then per-head convolution of [batch, seq, conv_channels].

@@ -122,9 +122,7 @@ def build_layout(
     slots = torch.tensor(before, device=device)[:, None] + column
     if positions is None:
         positions = slots - torch.tensor(starts, device=device)[:, None]
-    layout = Layout(
-        positions, lengths, packed, {}, {}, {}, {}, dtype, config.residual_in_fp32
-    )
+    layout = Layout(positions, lengths, packed, {}, {}, {}, {}, dtype, config.residual_in_fp32)
     fresh = not any(before)
     for layer_type in set(config.types):
         layout.angles[layer_type] = rotary_angles(

@@ -15,8 +15,11 @@ Only matrices are ever stored in a lower precision, and never the router's or th
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the list is also read where torch is too slow to import
+    import torch
+    from torch import nn
 
 KEEP_FP32 = ("conv_qk_", "qk_norm.", "norm", ".gate.", "residual_scale.", "input_hidden_states_")
 """Parameters whose names hold one of these parts are never cast below fp32."""
@@ -29,5 +32,7 @@ def keeps_fp32(name: str) -> bool:
 
 def cast_for_inference(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast in place to `dtype` the parameters that may be; the rest become fp32."""
+    import torch
+
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if keeps_fp32(name) else dtype)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from openzaya.checkpoint.load import load_model
-from openzaya.checkpoint.manifest import MANIFEST, verify
-from openzaya.checkpoint.run import newest_checkpoint
-from openzaya.checkpoint.weights import CONFIG
+from openzaya.checkpoint.dialects import read_config
+from openzaya.checkpoint.load import Residual, load_model
+from openzaya.checkpoint.lora import read_adapter
+from openzaya.checkpoint.run import find_checkpoint, to_stderr
 from openzaya.data.chat import CHAT_TEMPLATE
 from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from openzaya.errors import UserError
+from openzaya.model.lora import attach
 from openzaya.model.model import Zaya
 from openzaya.serve.chat_format import ChatFormat, NativeFormat, TemplateFormat
 from openzaya.serve.request import check_vocabulary
@@ -26,11 +26,6 @@ GENERATION_CONFIG = "generation_config.json"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Compute dtypes by name. float16 is none of them: its range is too small for these models."""
-
-
-def to_stderr(message: str) -> None:
-    """Where notices go unless told otherwise."""
-    print(message, file=sys.stderr)
 
 
 def open_checkpoint(
@@ -55,42 +50,22 @@ def open_checkpoint(
     return open_folder(find_checkpoint(path, say), dtype, device)
 
 
-def find_checkpoint(path: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
-    """The model folder that `path` is or holds, verified where it has a manifest.
+def open_folder(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    adapter: Path | None = None,
+    residual: Residual = "float32",
+) -> tuple[Zaya, Tokenizer]:
+    """Open a model folder that `find_checkpoint` has returned.
+
+    Args:
+        adapter: folder of a LoRA adapter to keep beside the weights.
+        residual: as `load_model`.
 
     Raises:
-        UserError: if there is none, or none is whole.
+        UserError: as `open_checkpoint`, or if the adapter is not one of this model.
     """
-    path = Path(path)
-    if not path.is_dir():
-        raise UserError(
-            f"{path} is no folder: give a model folder, or the folder of a training run"
-        )
-    if (path / CONFIG).exists() or (path / MANIFEST).exists():
-        problems = verify(path) if (path / MANIFEST).exists() else []
-        if problems:
-            raise UserError(
-                f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint, or copy "
-                "this one again"
-            )
-        return path
-    found = newest_checkpoint(path)
-    if found is None:
-        raise UserError(
-            f"{path} holds no model: it has neither a {CONFIG} nor checkpoints of a training run "
-            "(checkpoints/step-...)"
-        )
-    for damaged in found.damaged:
-        say(f"skipped a damaged checkpoint: {damaged}")
-    if found.damaged:
-        say(f"using the newest whole one: {found.path}")
-    return found.path
-
-
-def open_folder(
-    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> tuple[Zaya, Tokenizer]:
-    """Open a model folder that `find_checkpoint` has returned; errors as `open_checkpoint`."""
     _check_device(device)
     file = folder / TOKENIZER_FILE
     if not file.is_file():
@@ -98,7 +73,10 @@ def open_folder(
             f"{folder} has no {TOKENIZER_FILE}: copy the one that the model was trained with there"
         )
     tokenizer = Tokenizer.load(file)
-    model = load_model(folder, dtype, device)
+    lora = None if adapter is None else read_adapter(adapter, read_config(folder))
+    model = load_model(folder, dtype, device, residual)
+    if lora is not None:
+        attach(model, lora)
     check_vocabulary(model, tokenizer)
     return model, tokenizer
 

@@ -14,7 +14,9 @@ import torch
 from rich.console import Console
 
 from openzaya.checkpoint.atomic import write_text
-from openzaya.checkpoint.run import list_checkpoints
+from openzaya.checkpoint.dialects import read_config
+from openzaya.checkpoint.load import load_model
+from openzaya.checkpoint.run import find_checkpoint, list_checkpoints
 from openzaya.config.load import differences, load_recipe, recipe_to_toml
 from openzaya.config.recipe import Recipe
 from openzaya.data.batches import DataPlan
@@ -22,6 +24,7 @@ from openzaya.data.chat import CHAT_TEMPLATE
 from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from openzaya.data.vocabulary import obtain_tokenizer
 from openzaya.errors import UserError
+from openzaya.model.config import ModelConfig
 from openzaya.model.init import init_weights
 from openzaya.model.model import Zaya
 from openzaya.train.state import TrainState
@@ -65,7 +68,10 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     torch.manual_seed(recipe.seed)
     device = pick_device(recipe)
     claimed = _claimed(recipe, folder)
-    tokenizer = _tokenizer(recipe, folder, claimed, console)
+    start = None if recipe.start_from is None else find_checkpoint(recipe.start_from, console.print)
+    if start is not None:
+        _check_architecture(recipe, start)
+    tokenizer = _tokenizer(recipe, folder, claimed, start, console)
     with console.status("reading the sources") as status:
 
         def progress(source: str, docs: int, tokens: int) -> None:
@@ -81,8 +87,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
             highlight=False,
         )
     _check_evaluation(recipe, plan)
-    model = Zaya(recipe.model, getattr(torch, recipe.run.compute_dtype))
-    init_weights(model, recipe.seed)
+    model = _model(recipe, folder, start)
     state = TrainState.create(model.to(device), recipe)
     _check_room(state, recipe, folder)
     _check_sources(plan, folder, claimed)
@@ -147,11 +152,62 @@ def _claimed(recipe: Recipe, folder: Path) -> bool:
     return file.is_file()
 
 
-def _tokenizer(recipe: Recipe, folder: Path, claimed: bool, console: Console) -> Tokenizer:
-    """The run's tokenizer: its own copy, else the recipe's file, else trained now."""
+def architecture_of(start_from: str) -> ModelConfig:
+    """The architecture that training from a checkpoint goes on with.
+
+    Raises:
+        UserError: if there is no such checkpoint, or it cannot be read.
+    """
+    config = read_config(find_checkpoint(start_from))
+    return config.model_copy(update={"residual_in_fp32": True})
+
+
+def _check_architecture(recipe: Recipe, start: Path) -> None:
+    """The recipe's model must be the checkpoint's, but for what no weight depends on."""
+    free = {"rope_theta", "sliding_rope_theta", "max_position_embeddings", "residual_in_fp32"}
+    free |= {"layer_types"}  # compared filled in
+    theirs = read_config(start)
+    ours, given = (config.model_dump(mode="json") for config in (recipe.model, theirs))
+    differ = [name for name in given if name not in free and ours[name] != given[name]]
+    differ += ["layer_types"] if recipe.model.types != theirs.types else []
+    if differ:
+        raise UserError(
+            f"the recipe's model is not that of start_from ({start}): "
+            + "; ".join(f"{name} is {ours[name]!r}, not {given[name]!r}" for name in differ)
+            + ". Leave `model` out to take the checkpoint's."
+        )
+
+
+def _model(recipe: Recipe, folder: Path, start: Path | None) -> Zaya:
+    """Weights of the checkpoint to start from, or random ones."""
+    compute_dtype = getattr(torch, recipe.run.compute_dtype)
+    if start is not None and not list_checkpoints(folder):
+        model = load_model(start, compute_dtype, matrices="float32").train()
+        model.config = recipe.model
+        return model
+    model = Zaya(recipe.model, compute_dtype)
+    init_weights(model, recipe.seed)
+    return model
+
+
+def _tokenizer(
+    recipe: Recipe, folder: Path, claimed: bool, start: Path | None, console: Console
+) -> Tokenizer:
+    """The run's tokenizer: its own copy, else the recipe's file, else the starting checkpoint's.
+
+    Without any of them it is trained now.
+    """
     own = folder / TOKENIZER_FILE
     if claimed and own.is_file():
         tokenizer = Tokenizer.load(own)
+    elif start is not None and recipe.tokenizer.path is None:
+        if not (start / TOKENIZER_FILE).is_file():
+            raise UserError(
+                f"{start} has no {TOKENIZER_FILE}: copy the one that it was trained with there, or "
+                "name it in tokenizer.path."
+            )
+        tokenizer = Tokenizer.load(start / TOKENIZER_FILE)
+        tokenizer.save(own)
     else:
         with console.status("obtaining the tokenizer"):
             tokenizer = obtain_tokenizer(recipe.tokenizer, recipe.sources)

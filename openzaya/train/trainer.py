@@ -86,7 +86,9 @@ class _Trainer:
         while self.state.step < self.recipe.total_steps:
             phase_index, step = self.recipe.locate(self.state.step)
             phase = self.recipe.phases[phase_index]
-            self.state.model.set_context(phase.rope_theta, phase.context)
+            self.state.model.set_context(
+                self.recipe.rope_theta(phase), self.recipe.max_position_embeddings(phase)
+            )
             record = self._step(phase, phase_index, step)
             if record is None:
                 self._leave()

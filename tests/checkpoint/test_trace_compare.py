@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from openzaya.checkpoint.load import load_model
-from openzaya.checkpoint.trace import Probe, stages
+from openzaya.checkpoint.trace import Probe, make_probe, stages
 from openzaya.checkpoint.trace_compare import Comparison, compare, default_tolerance
 from openzaya.checkpoint.trace_file import GOLDEN, GOLDEN_TRACE, Trace, make_trace, read_trace
 from openzaya.errors import UserError
@@ -23,6 +23,7 @@ from tests.checkpoint.golden_trace import golden_model
 from tests.model.helpers import small_model
 
 GOLDEN_MODEL = golden_model()
+PROBE = make_probe(GOLDEN_MODEL.config)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def changed(change: Callable[[Zaya], object]) -> Trace:
     model = copy.deepcopy(GOLDEN_MODEL)
     with torch.no_grad():
         change(model)
-    return make_trace(model)
+    return make_trace(model, PROBE)
 
 
 def edited(trace: Trace, **tensors: Tensor) -> Trace:
@@ -168,7 +169,10 @@ def test_padding_is_not_looked_at(golden):
     for name, tensor in golden.tensors.items():
         wrong[name] = tensor.clone()
         wrong[name][~golden.probe.padding_mask] = 1 if tensor.dtype == torch.bool else 3
-    assert compare(golden, edited(golden, **wrong)).agrees
+    comparison = compare(golden, edited(golden, **wrong))
+    assert comparison.agrees
+    assert not comparison.flips
+    assert not comparison.followed
     wrong["logits"][1, 0] = math.nan
     assert compare(golden, edited(golden, **wrong)).agrees
 
@@ -305,7 +309,7 @@ def test_bfloat16_flips_are_kept_apart_from_its_drift(golden):
     # Without setting flips apart, experts' outputs differ by their own size.
     name = f"layers.{comparison.flips[0].layer}.experts.output"
     x, y = golden.tensors[name], trace.tensors[name].float()
-    assert float((x - y).abs().max() / x.abs().max()) > 0.3
+    assert float((x - y).abs().max() / x.abs().max()) > 4 * max(drifts)
 
 
 # What cannot be compared

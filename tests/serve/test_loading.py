@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from openzaya.checkpoint.run import find_checkpoint
 from openzaya.data.chat import CHAT_TEMPLATE
 from openzaya.errors import UserError
 from openzaya.serve.chat_format import NativeFormat, TemplateFormat, Turn
-from openzaya.serve.loading import find_checkpoint, open_chat_format, open_checkpoint
+from openzaya.serve.loading import open_chat_format, open_checkpoint
 from tests.serve.helpers import damage, lively_model, tokenizer, write_checkpoint
 
 
@@ -69,7 +70,9 @@ def test_only_damaged_checkpoints(run: Path) -> None:
 def test_a_damaged_model_folder(run: Path) -> None:
     one = run / "checkpoints" / "step-00000009"
     damage(one / "model.safetensors")
-    with pytest.raises(UserError, match=r"is damaged: model\.safetensors is damaged"):
+    with pytest.raises(
+        UserError, match=r"model\.safetensors is damaged: tensor \S+ does not match"
+    ):
         open_checkpoint(one)
     (one / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json is missing"):

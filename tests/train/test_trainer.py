@@ -9,6 +9,7 @@ import torch
 
 from openzaya.checkpoint.load import load_model, read_tensors
 from openzaya.checkpoint.run import checkpoint_path, list_checkpoints
+from openzaya.checkpoint.weights import WEIGHTS
 from openzaya.errors import UserError
 from openzaya.model.model import Zaya
 from openzaya.train import trainer
@@ -28,7 +29,7 @@ def curve(run):
 
 def everything(run, step):
     folder = checkpoint_path(run, step)
-    return {**read_tensors(folder), **read_tensors(folder, "training.safetensors")}
+    return {**read_tensors(folder / WEIGHTS), **read_tensors(folder / "training.safetensors")}
 
 
 def assert_same_tensors(a, b):

@@ -1,0 +1,127 @@
+"""`openzaya convert`: the same weights in another dialect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openzaya.errors import UserError
+
+if TYPE_CHECKING:
+    from openzaya.checkpoint.convert import Plan
+
+HELP = "write a checkpoint in another dialect, in small memory"
+
+_EPILOG = """\
+examples:
+  openzaya convert ZAYA1-8B-legacy ZAYA1-8B --to C
+  openzaya convert Zyphra/ZAYA1-8B@REVISION old --to B --shard-size 2GB
+  openzaya convert base tuned --to C --adapter lora      merge a LoRA adapter
+
+dialects: A  base era (per-layer lists)    B  legacy with scalars
+          C  native, what transformers reads
+No number changes; names do, and experts are stacked or taken apart. Every tensor is accounted for.
+An interrupted conversion leaves nothing that opens; the same command goes on where it stopped.
+"""
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("source", metavar="SRC", help="a model folder, training run or hub id")
+    parser.add_argument("target", metavar="DST", type=Path, help="a folder that does not exist yet")
+    parser.add_argument("--to", required=True, metavar="A|B|C", help="dialect of the result")
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="size of one file (default: 5GB)"
+    )
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="merge this LoRA adapter (PEFT format)"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write even where readers of the dialect take the skip class for something else",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the verb."""
+    from openzaya.checkpoint.convert import convert, plan_conversion
+    from openzaya.checkpoint.dialects import parse_dialect
+    from openzaya.checkpoint.run import find_checkpoint
+    from openzaya.cli.progress import bytes_progress
+
+    dialect, size = parse_dialect(args.to), _bytes(args.shard_size)
+    source = find_checkpoint(args.source)
+    plan = plan_conversion(source, args.target, dialect, size, args.force, args.adapter)
+    began = time.monotonic()
+    try:
+        with bytes_progress(f"to dialect {dialect}", plan.nbytes) as progress:
+            kept = convert(plan, progress)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where this one stopped", file=sys.stderr)
+        raise
+    seconds = time.monotonic() - began
+    fields = _fields(plan, kept, seconds)
+    if args.json:
+        print(json.dumps(fields, indent=2))
+    else:
+        _print(fields, plan)
+    return 0
+
+
+def _fields(plan: Plan, kept: int, seconds: float) -> dict[str, Any]:
+    from openzaya.checkpoint.tensors import parameter_count, tensor_count
+
+    return {
+        "source": str(plan.source),
+        "target": str(plan.target),
+        "from": plan.described.dialect,
+        "to": plan.dialect,
+        "source_tensors": tensor_count(plan.described.model, plan.described.layout),
+        "target_tensors": tensor_count(plan.described.model, plan.layout),
+        "parameters": parameter_count(plan.described.model),
+        "bytes": plan.nbytes,
+        "files": len(plan.shards),
+        "kept_bytes": kept,
+        "seconds": round(seconds, 2),
+        "bytes_per_second": round((plan.nbytes - kept) / max(seconds, 1e-9)),
+        "merged": sorted(plan.edits),
+        "notes": plan.notes,
+        "left_out": plan.companions.left_out,
+    }
+
+
+def _print(fields: dict[str, Any], plan: Plan) -> None:
+    print(
+        f"{fields['source_tensors']:,} tensors of dialect {fields['from']} are now "
+        f"{fields['target_tensors']:,} of dialect {fields['to']}: "
+        f"{fields['parameters'] / 1e9:.3f} B parameters,\n"
+        f"{fields['bytes'] / 1e9:.2f} GB in {fields['files']} file(s), "
+        f"{fields['seconds']:.1f} s, {fields['bytes_per_second'] / 1e9:.2f} GB/s"
+        + (f", {fields['kept_bytes'] / 1e9:.2f} GB taken over" if fields["kept_bytes"] else "")
+    )
+    for note in fields["notes"]:
+        print(f"note: {note}")
+    if fields["merged"]:
+        print(f"merged the adapter into {len(fields['merged'])} tensors")
+    if fields["left_out"]:
+        print(f"not carried along: {', '.join(fields['left_out'])}")
+    print(f"finished: {plan.target}")
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise UserError(f"--shard-size is {text!r}; give a size such as 5GB, 500MB or 2GiB")
+    return int(float(match[1]) * unit)
