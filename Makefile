@@ -37,6 +37,7 @@ format: $(READY) ## rewrite files in the project's style
 golden: $(READY) ## rewrite the resolved recipes and the golden trace that tests compare with
 	$(BIN)/python -m tests.config.golden
 	$(BIN)/python -m tests.checkpoint.golden_trace
+	$(BIN)/python -m tests.checkpoint.test_tensors
 
 clean:           ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

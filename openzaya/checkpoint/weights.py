@@ -41,7 +41,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-CHUNK = 1 << 23
+CHUNK = 1 << 22
 """Bytes that are read at once: few enough to stay in a cache, many enough to cost no time."""
 
 _STRIDE = 1 << 19

@@ -71,7 +71,7 @@ def test_a_damaged_model_folder(run: Path) -> None:
     one = run / "checkpoints" / "step-00000009"
     damage(one / "model.safetensors")
     with pytest.raises(
-        UserError, match=r"model\.safetensors is damaged: tensor \S+ does not match"
+        UserError, match=r"is damaged: tensor \S+ does not match"
     ):
         open_checkpoint(one)
     (one / "config.json").unlink()
