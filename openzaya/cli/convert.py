@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openzaya.cli.units import count, decimal
 from openzaya.errors import UserError
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ def _print(fields: dict[str, Any], plan: Plan) -> None:
     print(
         f"{fields['source_tensors']:,} tensors of dialect {fields['from']} are now "
         f"{fields['target_tensors']:,} of dialect {fields['to']}: "
-        f"{fields['parameters'] / 1e9:.3f} B parameters,\n"
-        f"{fields['bytes'] / 1e9:.2f} GB in {fields['files']} file(s), "
-        f"{fields['seconds']:.1f} s, {fields['bytes_per_second'] / 1e9:.2f} GB/s"
-        + (f", {fields['kept_bytes'] / 1e9:.2f} GB taken over" if fields["kept_bytes"] else "")
+        f"{count(fields['parameters'])} parameters,\n"
+        f"{decimal(fields['bytes'])} in {fields['files']} file(s), {fields['seconds']:.1f} s, "
+        f"{decimal(fields['bytes_per_second'])}/s"
+        + (f", {decimal(fields['kept_bytes'])} taken over" if fields["kept_bytes"] else "")
     )
     for note in fields["notes"]:
         print(f"note: {note}")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from openzaya.cli.units import binary, count, flops
 from openzaya.errors import UserError
 from openzaya.model.config import PRESETS, ModelConfig
 
@@ -142,29 +143,29 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
         "parameters",
         ("part", "all", "active per token"),
         [
-            ("attention", _count(p.attention), _count(p.attention)),
-            ("convolutions", _count(p.convolutions), _count(p.convolutions)),
-            ("router", _count(p.router), _count(p.router)),
-            ("experts", _count(p.experts), _count(p.active_experts)),
-            ("norms, residual scales", _count(p.norms), _count(p.norms)),
+            ("attention", count(p.attention), count(p.attention)),
+            ("convolutions", count(p.convolutions), count(p.convolutions)),
+            ("router", count(p.router), count(p.router)),
+            ("experts", count(p.experts), count(p.active_experts)),
+            ("norms, residual scales", count(p.norms), count(p.norms)),
             (
                 "without embeddings",
-                _count(p.total_without_embeddings),
-                _count(p.active_without_embeddings),
+                count(p.total_without_embeddings),
+                count(p.active_without_embeddings),
             ),
-            ("embeddings", _count(p.embeddings), _count(p.embeddings)),
-            ("with embeddings", _count(p.total), _count(p.active)),
+            ("embeddings", count(p.embeddings), count(p.embeddings)),
+            ("with embeddings", count(p.total), count(p.active)),
         ],
         sums=(5, 7),
     )
     forward, decode = counted.forward, counted.decode
     parts = ("attention", "convolutions", "scores", "router", "experts")
-    rows = [(part, _flops(getattr(forward, part)), _flops(getattr(decode, part))) for part in parts]
+    rows = [(part, flops(getattr(forward, part)), flops(getattr(decode, part))) for part in parts]
     rows += [
-        ("without LM head", _flops(forward.total_without_head), _flops(decode.total_without_head)),
-        ("LM head", _flops(forward.lm_head), _flops(decode.lm_head)),
-        ("all", _flops(forward.total), _flops(decode.total)),
-        ("training (x 3)", _flops(counted.training_flops), ""),
+        ("without LM head", flops(forward.total_without_head), flops(decode.total_without_head)),
+        ("LM head", flops(forward.lm_head), flops(decode.lm_head)),
+        ("all", flops(forward.total), flops(decode.total)),
+        ("training (x 3)", flops(counted.training_flops), ""),
     ]
     yield _table(
         f"FLOPs per token at {counted.context:,} tokens",
@@ -178,7 +179,7 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
         "state of a sequence (bf16 keys and values)",
         ("what", "bytes", ""),
         [
-            ("KV per token", f"{state.kv_per_token:,}", _bytes(state.kv_per_token)),
+            ("KV per token", f"{state.kv_per_token:,}", binary(state.kv_per_token)),
             (
                 "  multi-head attention",
                 f"{state.mha_kv_per_token:,}",
@@ -187,12 +188,12 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
             (
                 "conv tail and lagged value",
                 f"{state.fixed_per_sequence:,}",
-                _bytes(state.fixed_per_sequence),
+                binary(state.fixed_per_sequence),
             ),
             (
                 f"KV of {counted.context:,} tokens{capped}",
                 f"{state.kv_at_context:,}",
-                _bytes(state.kv_at_context),
+                binary(state.kv_at_context),
             ),
         ],
     )
@@ -201,16 +202,16 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
         "memory",
         ("to train (without activations)", "", "to serve", ""),
         [
-            ("weights, fp32", _bytes(training.weights), "weights, bf16", _bytes(serving.weights)),
+            ("weights, fp32", binary(training.weights), "weights, bf16", binary(serving.weights)),
             (
                 "gradients, fp32",
-                _bytes(training.gradients),
+                binary(training.gradients),
                 f"state, batch {counted.batch:,}",
-                _bytes(serving.state),
+                binary(serving.state),
             ),
-            ("Muon momentum", _bytes(training.muon), "", ""),
-            ("AdamW moments", _bytes(training.adamw), "", ""),
-            ("all", _bytes(training.total), "all", _bytes(serving.total)),
+            ("Muon momentum", binary(training.muon), "", ""),
+            ("AdamW moments", binary(training.adamw), "", ""),
+            ("all", binary(training.total), "all", binary(serving.total)),
         ],
         sums=(4,),
     )
@@ -231,26 +232,3 @@ def _table(
     for number, row in enumerate(rows):
         table.add_row(*row, style="bold" if number in sums else None)
     return table
-
-
-def _count(value: float) -> str:
-    """1,290,741,584 -> 1.291 B."""
-    return _scaled(value, 1000, ("", "K", "M", "B", "T"))
-
-
-def _flops(value: float) -> str:
-    """As `_count`, in FLOPs."""
-    return _scaled(value, 1000, ("", "K", "M", "G", "T", "P")) + "FLOP"
-
-
-def _bytes(value: float) -> str:
-    """In binary units, as memory is sold."""
-    return _scaled(value, 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi")) + "B"
-
-
-def _scaled(value: float, base: int, units: Sequence[str]) -> str:
-    power = 0
-    while value >= base and power < len(units) - 1:
-        value, power = value / base, power + 1
-    digits = 0 if not power else 3 if value < 10 else 2 if value < 100 else 1
-    return f"{value:.{digits}f} {units[power]}"

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openzaya.cli.units import count
 from openzaya.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _print(fields: dict[str, Any], result: Verification | None) -> None:
         checks = f", {one['checksums']:,} checksums match" if one["checksums"] else ""
         print(
             f"{one['path']}: dialect {one['dialect']}, {one['tensors']:,} tensors, "
-            f"{one['parameters'] / 1e9:.4g} B parameters; all there and finite{checks}"
+            f"{count(one['parameters'])} parameters; all there and finite{checks}"
         )
     if result is not None:
         for line in result.settings:
@@ -127,11 +128,11 @@ def _print(fields: dict[str, Any], result: Verification | None) -> None:
         same = result.tensors - len(result.different)
         print(f"{same:,} of {result.tensors:,} logical tensors are equal bit by bit")
         if result.logits is not None:
-            count, largest = result.logits
+            unequal, largest = result.logits
             print(
                 "fp32 logits of the probe are equal bit by bit"
-                if not count
-                else f"{count:,} fp32 logits of the probe differ, by {largest:.2e} at most"
+                if not unequal
+                else f"{unequal:,} fp32 logits of the probe differ, by {largest:.2e} at most"
             )
     for trace in fields["traces"]:
         verdict = (
