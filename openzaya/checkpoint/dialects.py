@@ -46,13 +46,11 @@ class Description:
         model: the architecture.
         dialect: that it is written in.
         eos: all its end-of-text tokens; the model's own is the first.
-        dtype: of the stored weights, as it claims; None if it does not say.
     """
 
     model: ModelConfig
     dialect: Dialect
     eos: tuple[int, ...] = field(default=())
-    dtype: str | None = None
 
     @property
     def layout(self) -> Layout:
@@ -128,8 +126,7 @@ def describe(data: Any, where: str) -> Description:
     config = validated(fields, where)
     if legacy:
         legacy_config.check_native_keys(data, config, where)
-    dtype = data.get("dtype", data.get("torch_dtype"))
-    return Description(config, dialect, tuple(eos), dtype if isinstance(dtype, str) else None)
+    return Description(config, dialect, tuple(eos))
 
 
 def config_from_json(data: Any, where: str) -> ModelConfig:

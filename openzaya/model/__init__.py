@@ -7,5 +7,7 @@ through `residual.py`. `layout.py` says where every token of a batch stands (pos
 padding, cache); `state.py` is what one sequence carries from one forward to the next.
 `config.py` defines the shapes, `accounting.py` counts what they cost.
 
+`lora.py` adds low-rank changes to matrices, kept beside them or merged.
+
 What is fp32 whatever the compute dtype: `precision.py`.
 """
