@@ -64,6 +64,8 @@ def _run(work: Path, config: ModelConfig) -> None:
     rows.append(
         ("convert C -> B", *_timed([*verb, "convert", str(source), str(legacy), "--to", "B"]))
     )
+    both = [*verb, "verify", str(source), str(legacy)]
+    rows.append(("verify C against B, with fp32 logits", *_timed(both)))
     shutil.rmtree(source)
     back = [*verb, "convert", str(legacy), str(again), "--to", "C", "--shard-size", "100GB"]
     rows.append(("convert B -> C", *_timed(back)))

@@ -68,9 +68,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     torch.manual_seed(recipe.seed)
     device = pick_device(recipe)
     claimed = _claimed(recipe, folder)
-    start = None if recipe.start_from is None else find_checkpoint(recipe.start_from, console.print)
-    if start is not None:
-        _check_architecture(recipe, start)
+    start = _start(recipe, folder, claimed, console)
     tokenizer = _tokenizer(recipe, folder, claimed, start, console)
     with console.status("reading the sources") as status:
 
@@ -160,6 +158,16 @@ def architecture_of(start_from: str) -> ModelConfig:
     """
     config = read_config(find_checkpoint(start_from))
     return config.model_copy(update={"residual_in_fp32": True})
+
+
+def _start(recipe: Recipe, folder: Path, claimed: bool, console: Console) -> Path | None:
+    """The checkpoint to start from, as long as the run has nothing of its own to go on with."""
+    own = claimed and list_checkpoints(folder) and (folder / TOKENIZER_FILE).is_file()
+    if recipe.start_from is None or own:
+        return None
+    start = find_checkpoint(recipe.start_from, console.print)
+    _check_architecture(recipe, start)
+    return start
 
 
 def _check_architecture(recipe: Recipe, start: Path) -> None:

@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from openzaya.checkpoint.hub import local_folder
 from openzaya.checkpoint.load import load_model
 from openzaya.checkpoint.save import save_model
+from openzaya.cli.main import main
 from openzaya.errors import UserError
 from tests.checkpoint.hub_server import HubServer, Repo
 from tests.model.helpers import plain_logits, small_model, tokens_for
@@ -118,6 +119,16 @@ def test_a_commit_is_downloaded_and_opens(online: HubServer, said: list[str]) ->
     torch.testing.assert_close(plain_logits(model, tokens), plain_logits(expected, tokens))
     assert folder.name == OLD
     assert said == []
+
+
+def test_verbs_take_hub_ids(online: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a model costs is said without fetching its weights; they come when they are needed."""
+    assert main(["inspect", f"{NAME}@{OLD}", "--json"]) == 0
+    assert online.sent == ["config.json"]
+    assert main(["verify", f"{NAME}@{OLD}", "--json"]) == 0
+    assert "model.safetensors" in online.sent
+    assert main(["inspect", NAME]) == 2
+    assert f"{NAME}@{NEW}" in capsys.readouterr().err
 
 
 def test_only_what_a_checkpoint_needs_is_fetched(online: HubServer) -> None:
@@ -467,6 +478,7 @@ def test_an_interrupted_download_is_not_taken_from_the_cache(online: HubServer) 
 _SCRIPT = """
 import sys
 from openzaya.checkpoint.hub import local_folder
+from openzaya.cli.main import main
 from openzaya.errors import UserError
 assert "huggingface_hub" not in sys.modules
 try:

@@ -112,8 +112,12 @@ def test_training_goes_on_from_any_dialect(checkpoint, tmp_path, capsys):
         for name, tensor in start.state_dict().items()
     ]
     assert 0 < max(moved) < 0.02  # a few small steps away from the start, not a new model
-    # The resolved recipe stands by itself, and the run can be continued.
-    assert main(["train", str(run / "recipe.toml"), "--out", str(tmp_path / "runs")]) == 0
+    # The resolved recipe stands by itself, and the run goes on without what it started from.
+    checkpoint.rename(checkpoint.with_name("moved"))
+    try:
+        assert main(["train", str(run / "recipe.toml"), "--out", str(tmp_path / "runs")]) == 0
+    finally:
+        checkpoint.with_name("moved").rename(checkpoint)
 
 
 def test_a_recipe_whose_model_is_not_the_checkpoints_is_refused(native, tmp_path, capsys):
