@@ -31,8 +31,8 @@ def load_recipe(
         name: path of a TOML file, or a name such as "demo".
         overrides: `key=value` with dotted keys; phases go by name (`phases.text.lr=1e-3`). Values
             are TOML; anything that is not is taken as a string.
-        architecture: of the checkpoint that a recipe's `start_from` names, for recipes that leave
-            `model` out.
+        architecture: of the checkpoint that a recipe's `start_from` names, for what the recipe
+            leaves out of `model`.
 
     Raises:
         UserError: if the file is missing or no TOML, or a key or value is wrong.
@@ -53,8 +53,10 @@ def load_recipe(
         raise UserError(f"recipe {path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply(data, override)
-    if "model" not in data and isinstance(data.get("start_from"), str) and architecture:
-        data["model"] = architecture(data["start_from"]).model_dump(mode="json")
+    start, model = data.get("start_from"), data.get("model", {})
+    partial = isinstance(model, dict) and "preset" not in model and "hidden_size" not in model
+    if architecture is not None and isinstance(start, str) and partial:
+        data["model"] = {**architecture(start).model_dump(mode="json"), **model}
     return recipe_from_dict(data, str(path))
 
 

@@ -164,7 +164,7 @@ class Recipe(_Section):
     )
     model: ModelConfig = Field(
         description="A preset's name, or a table with `preset` and what differs (`config.load`); "
-        "left out, that of `start_from`."
+        "what is left out is that of `start_from`."
     )
     tokenizer: TokenizerConfig = TokenizerConfig()
     sources: dict[str, SourceConfig]

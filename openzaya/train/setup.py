@@ -175,6 +175,8 @@ def _check_architecture(recipe: Recipe, start: Path) -> None:
     free = {"rope_theta", "sliding_rope_theta", "max_position_embeddings", "residual_in_fp32"}
     free |= {"layer_types"}  # compared filled in
     theirs = read_config(start)
+    if "none" not in (theirs.skip_expert, recipe.model.skip_expert):
+        free |= {"skip_expert"}  # identity and zero have the same tensors
     ours, given = (config.model_dump(mode="json") for config in (recipe.model, theirs))
     differ = [name for name in given if name not in free and ours[name] != given[name]]
     differ += ["layer_types"] if recipe.model.types != theirs.types else []

@@ -120,6 +120,15 @@ def test_training_goes_on_from_any_dialect(checkpoint, tmp_path, capsys):
         checkpoint.with_name("moved").rename(checkpoint)
 
 
+def test_training_may_give_the_skip_class_its_native_meaning(checkpoint, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.format(start=checkpoint))
+    out = ["--out", str(tmp_path / "runs")]
+    assert main(["train", str(recipe), "model.skip_expert=zero", *out]) == 0
+    data = json.loads((tmp_path / "runs/tuned/checkpoints/step-00000003" / CONFIG).read_text())
+    assert data["model_type"] == "zaya"
+
+
 def test_a_recipe_whose_model_is_not_the_checkpoints_is_refused(native, tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(start=native) + '\n[model]\npreset = "tiny"\n')
