@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 from openzaya.checkpoint.dialects import Description
 from openzaya.checkpoint.manifest import MANIFEST
@@ -33,7 +36,13 @@ _CARRIED = (
     "NOTICE*",
 )
 _WRITTEN = (CONFIG, INDEX, MANIFEST, "model*.safetensors")
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value < float("inf"),
+    "top_p": lambda value: 0 < value <= 1,
+    "top_k": lambda value: value >= -1 and value == int(value),
+    "min_p": lambda value: 0 <= value <= 1,
+}
+"""Settings of sampling, and which values they can have."""
 
 
 @dataclass
@@ -70,6 +79,8 @@ def read_companions(folder: Path, source: Description) -> Companions:
             result.files[file.name] = file.read_bytes()
         else:
             result.left_out.append(file.name)
+    for name in result.files:
+        _check_readable(result, folder, name)
     if GENERATION in result.files:
         _mend_generation(result, folder, source)
     if TOKENIZER in result.files:
@@ -77,8 +88,30 @@ def read_companions(folder: Path, source: Description) -> Companions:
     return result
 
 
+def _check_readable(result: Companions, folder: Path, name: str) -> None:
+    """Text must be text, JSON must be JSON, and the tokenizer a tokenizer."""
+    try:
+        if name.endswith(".json"):
+            json.loads(result.files[name])
+        elif not name.endswith(".model"):
+            result.files[name].decode()
+        if name == TOKENIZER:
+            tokenizers.Tokenizer.from_buffer(result.files[name])
+    except Exception as error:  # `tokenizers` raises bare Exception on malformed files
+        raise UserError(
+            f"{folder / name} is damaged and cannot be read: {error}. Copy it again, or remove it."
+        ) from error
+
+
 def _mend_generation(result: Companions, folder: Path, source: Description) -> None:
     content = _parse(result, folder, GENERATION)
+    for name, good in _SAMPLING.items():
+        value = content.get(name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and good(value)):
+            raise UserError(
+                f"{folder / GENERATION}: {name} is {value!r}, which is no such setting."
+            )
     before = dict(content)
     if any(content.get(name) is not None for name in _SAMPLING) and not content.get("do_sample"):
         content["do_sample"] = True
@@ -98,16 +131,16 @@ def _name_tokenizer_class(result: Companions, folder: Path) -> None:
     content = {}
     if TOKENIZER_CONFIG in result.files:
         content = _parse(result, folder, TOKENIZER_CONFIG)
-    if "tokenizer_class" not in content:
-        _store(result, TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **content})
+    named = content.get("tokenizer_class", "")
+    if not isinstance(named, str):
+        raise UserError(f"{folder / TOKENIZER_CONFIG}: tokenizer_class is {named!r}, not a name.")
+    if not named:
+        _store(result, TOKENIZER_CONFIG, {**content, "tokenizer_class": "PreTrainedTokenizerFast"})
         result.notes.append(f"{TOKENIZER_CONFIG}: tokenizer_class named")
 
 
 def _parse(result: Companions, folder: Path, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(result.files[name])
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{folder / name} is damaged and cannot be read: {error}") from error
+    content = json.loads(result.files[name])
     if not isinstance(content, dict):
         raise UserError(f"{folder / name} is damaged: it holds no table of settings")
     return content

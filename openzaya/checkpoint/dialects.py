@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from openzaya.checkpoint.headers import no_duplicates
 from openzaya.checkpoint.tensors import Layout, has_layout
 from openzaya.checkpoint.weights import CONFIG
 from openzaya.errors import UserError
@@ -124,6 +125,12 @@ def describe(data: Any, where: str) -> Description:
     if eos:
         fields["eos_token_id"] = eos[0]
     config = validated(fields, where)
+    for token in eos:
+        if type(token) is not int or not 0 <= token < config.vocab_size:
+            raise UserError(
+                f"{where}: eos_token_id holds {token!r}, which is outside the vocabulary "
+                f"({config.vocab_size})."
+            )
     if legacy:
         legacy_config.check_native_keys(data, config, where)
     return Description(config, dialect, tuple(eos))
@@ -142,7 +149,7 @@ def describe_folder(folder: Path) -> Description:
     """
     file = folder / CONFIG
     try:
-        data = json.loads(file.read_text())
+        data = json.loads(file.read_text(), object_pairs_hook=no_duplicates)
     except FileNotFoundError as error:
         raise UserError(f"{folder} is no checkpoint: it has no {CONFIG}.") from error
     except (OSError, ValueError, RecursionError) as error:

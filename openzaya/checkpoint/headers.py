@@ -79,7 +79,7 @@ def read_header(file: Path) -> Header:
             length = int.from_bytes(handle.read(8), "little")
             if size < 8 or length > min(_LONGEST, size - 8):
                 raise damaged(f"its {size} bytes are too few for a header")
-            content = json.loads(handle.read(length), object_pairs_hook=_no_duplicates)
+            content = json.loads(handle.read(length), object_pairs_hook=no_duplicates)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -144,7 +144,8 @@ def _span(fields: Any, start: int) -> Span:
     return Span(dtype, shape, start + begin, start + end)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads(object_pairs_hook=...)`: a key that is there twice is a ValueError."""
     content = dict(pairs)
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]

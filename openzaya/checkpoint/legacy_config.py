@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from openzaya.checkpoint.native_config import THETAS
+from openzaya.checkpoint.shared_config import (
+    FIXED,
+    THETAS,
+    check_switches,
+    rope_tables,
+    whole,
+)
 from openzaya.errors import UserError
 from openzaya.model.config import ModelConfig
 
@@ -35,25 +41,13 @@ _MARKERS = (
 )
 """Keys that only the legacy dialects have."""
 
-_SWITCHES = {
-    "moe_router_topk": 1,
-    "cca": True,
-    "zaya_use_mod": True,
-    "zaya_use_eda": True,
-    "scale_residual_merge": True,
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
-    "attention_bias": False,
-    "lm_head_bias": False,
-    "clamp_temp": False,
-    "attention_dropout": 0.0,
-    "normalization": "RMSNorm",
-}
-"""Switches that we implement with this value only."""
-
 _WRITTEN_SWITCHES = {
     "A": ("cca", "zaya_use_mod", "zaya_use_eda", "scale_residual_merge", "gated_linear_unit"),
-    "B": tuple(name for name in _SWITCHES if name != "moe_router_topk"),
+    "B": tuple(
+        name
+        for name in FIXED
+        if name not in ("moe_router_topk", "num_experts_per_tok", "hidden_act")
+    ),
 }
 
 _SLIDING_THETA = 10_000.0
@@ -84,19 +78,7 @@ def read(data: dict[str, Any], where: str) -> tuple[dict[str, Any], Literal["A",
     Raises:
         UserError: naming the key, or the two facts, that cannot be right.
     """
-    for name, value in _SWITCHES.items():
-        if data.get(name, value) != value:
-            hint = " (keys times exp of a clamped temperature)" if name == "clamp_temp" else ""
-            raise UserError(
-                f"{where}: {name} is {data[name]!r}{hint}; only {value!r} is implemented."
-            )
-    if data.get("quantization_config"):
-        raise UserError(
-            f"{where}: 'quantization_config' says that the weights are quantised; only "
-            "unquantised checkpoints can be opened."
-        )
-    if data.get("rope_scaling"):  # false is how this dialect says none
-        raise UserError(f"{where}: rope_scaling {data['rope_scaling']!r} is not implemented.")
+    check_switches(data, where)
     source = _Source(data, where)
     halves, listed = source.layers()
     lists = [name for name in (*_LAYERS, *_LISTS) if isinstance(data.get(name), list)]
@@ -105,7 +87,8 @@ def read(data: dict[str, Any], where: str) -> tuple[dict[str, Any], Literal["A",
     gate_up = source.one(
         "width of gate and up together", ("ffn_hidden_size", "ffn_hidden_size_list"), 1
     )
-    if type(gate_up) is not int or gate_up % 2:
+    gate_up = whole(gate_up, "ffn_hidden_size", where)
+    if gate_up % 2:
         raise UserError(f"{where}: ffn_hidden_size {gate_up} is gate and up together, so even.")
     fields |= {
         "num_hidden_layers": halves // 2,
@@ -122,7 +105,7 @@ def read(data: dict[str, Any], where: str) -> tuple[dict[str, Any], Literal["A",
             "router width", ("zaya_mlp_expansion", "smoe_mlp_expansion"), 1
         ),
         "rope_theta": source.one("RoPE base", ("rope_theta", "rotary_base"), 0),
-        "partial_rotary_factor": data.get("partial_rotary_factor", 0.5),
+        "partial_rotary_factor": source.rotary_factor(),
         "rms_norm_eps": data.get("norm_epsilon", 1e-5),
     }
     fields |= source.sliding()
@@ -143,34 +126,32 @@ class _Source:
 
     def layers(self) -> tuple[int, list[tuple[str, Any]]]:
         """Half-layers, and what the layer list says about experts."""
-        data = self.data
-        for name in _LAYERS:
-            if name not in data:
-                continue
-            layers = data[name]
-            if not isinstance(layers, list) or not layers or len(layers) % 2:
-                raise self.refuse(f"{name} must be a list of 'a' and expert counts by turns")
-            counts = layers[1::2]
-            for number, item in enumerate(layers):
-                fits = item == "a" if number % 2 == 0 else type(item) is int and item > 0
-                if not fits:
-                    wanted = "'a' (attention)" if number % 2 == 0 else "a number of experts"
-                    raise self.refuse(f"{name}[{number}] is {item!r}, where {wanted} belongs")
-            if len(set(counts)) > 1:
+        data, found = self.data, [name for name in _LAYERS if name in self.data]
+        if not found:
+            depth = whole(data.get("num_hidden_layers"), "num_hidden_layers", self.where)
+            if depth < 2 or depth % 2:
                 raise self.refuse(
-                    f"{name} has layers of {counts[0]} and of "
-                    f"{next(c for c in counts if c != counts[0])} experts"
+                    f"num_hidden_layers is {depth}; the key {marker(data)!r} makes this a legacy "
+                    "configuration, which counts attention and expert halves, so it must be even"
                 )
-            self.depth, self.depth_key = len(layers), name
-            return self.depth, [(name, counts[0])]
-        depth = data.get("num_hidden_layers")
-        if type(depth) is not int or depth < 2 or depth % 2:
-            raise self.refuse(
-                f"num_hidden_layers is {depth!r}; the key {marker(data)!r} makes this a legacy "
-                "configuration, which counts attention and expert halves, so it must be even"
-            )
-        self.depth = depth
-        return depth, []
+            self.depth = depth
+            return depth, []
+        name = self.depth_key = found[0]
+        layers = data[name]
+        if not isinstance(layers, list) or not layers or len(layers) % 2:
+            raise self.refuse(f"{name} must be a list of 'a' and expert counts by turns")
+        if layers != data[found[-1]]:
+            raise self.refuse(f"{found[0]} and {found[-1]} disagree")
+        for number, item in enumerate(layers):
+            fits = item == "a" if number % 2 == 0 else type(item) is int and item > 0
+            if not fits:
+                wanted = "'a' (attention)" if number % 2 == 0 else "a number of experts"
+                raise self.refuse(f"{name}[{number}] is {item!r}, where {wanted} belongs")
+        different = next((count for count in layers[1::2] if count != layers[1]), None)
+        if different is not None:
+            raise self.refuse(f"{name} has layers of {layers[1]} and of {different} experts")
+        self.depth = len(layers)
+        return self.depth, [(name, layers[1])]
 
     def collapse(self, name: str, half: int) -> Any:
         """One value of a key that may hold one per half-layer; zero stands for "not here"."""
@@ -212,40 +193,57 @@ class _Source:
         names = ("head_dim", "kv_channels")
         if any(name in self.data for name in names):
             return self.one("head width", names, 0)
-        full = self.data.get("num_attention_heads")
-        width = self.data.get("hidden_size")
-        if heads == "num_attention_heads" or not full or not width or width % full:
+        if heads == "num_attention_heads" or "num_attention_heads" not in self.data:
             raise self.refuse("the head width is missing (head_dim or kv_channels)")
+        full = whole(self.data["num_attention_heads"], "num_attention_heads", self.where)
+        width = whole(self.data.get("hidden_size"), "hidden_size", self.where)
+        if full < 1 or width % full:
+            raise self.refuse(f"hidden_size {width} is no multiple of num_attention_heads {full}")
         return width // full
+
+    def rotary_factor(self) -> Any:
+        """Share of each head that RoPE turns, by whichever keys say so."""
+        tables = rope_tables(self.data, self.where)
+        known = [
+            (f"rope_parameters {kind}".strip(), table["partial_rotary_factor"])
+            for kind, table in tables.items()
+            if "partial_rotary_factor" in table
+        ]
+        if not known and "partial_rotary_factor" not in self.data:
+            return 0.5
+        return self.one("rotary factor", ("partial_rotary_factor",), 0, known)
 
     def sliding(self) -> dict[str, Any]:
         """Window and layer types; legacy windows do not count the query itself, native ones do."""
         data = self.data
         windows = data.get("swa_layers")
-        if windows is None or not any(_numbers(windows)):
+        theta = {"sliding_rope_theta": data.get("swa_rotary_base", _SLIDING_THETA)}
+        if windows is not None:
+            if not isinstance(windows, list) or len(windows) < self.depth:
+                raise self.refuse(
+                    f"swa_layers must have {self.depth} entries, as {self.depth_key} says"
+                )
+            windows = [whole(size, "an entry of swa_layers", self.where) for size in windows]
+        if windows is None or not any(windows):
             if data.get("sliding_window"):
                 raise self.refuse(
                     f"sliding_window is {data['sliding_window']!r}, but no swa_layers say which "
                     "layers slide"
                 )
-            return {"sliding_rope_theta": data.get("swa_rotary_base", _SLIDING_THETA)}
-        if not isinstance(windows, list) or len(windows) < self.depth:
-            raise self.refuse(
-                f"swa_layers must have {self.depth} entries, as {self.depth_key} says"
-            )
+            return theta
         own = windows[: self.depth : 2]
-        sizes = sorted({size for size in own if size})
-        if len(sizes) != 1 or type(sizes[0]) is not int:
+        sizes = sorted({size for size in windows if size})
+        if len(sizes) != 1 or sizes[0] < 0:
             raise self.refuse(f"swa_layers holds windows of {sizes}; only one size is implemented")
+        if any(windows[1 : self.depth : 2]):
+            raise self.refuse(
+                "swa_layers has a window for an expert half, which attends to nothing"
+            )
         return {
             "layer_types": ["hybrid_sliding" if size else "hybrid" for size in own],
-            "sliding_window": sizes[0] + 1,
-            "sliding_rope_theta": data.get("swa_rotary_base", _SLIDING_THETA),
+            "sliding_window": sizes[0] + 1 if any(own) else None,
+            **theta,
         }
-
-
-def _numbers(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def check_native_keys(data: dict[str, Any], config: ModelConfig, where: str) -> None:
@@ -258,10 +256,8 @@ def check_native_keys(data: dict[str, Any], config: ModelConfig, where: str) -> 
     says = {
         "moe_intermediate_size": config.moe_intermediate_size,
         "router_hidden_size": config.router_hidden_size,
-        "num_experts_per_tok": 1,
         "rms_norm_eps": config.rms_norm_eps,
         "layer_types": list(config.types),
-        "hidden_act": "silu",
     }
     if "swa_layers" in data:
         says["sliding_window"] = config.sliding_window
@@ -272,14 +268,13 @@ def check_native_keys(data: dict[str, Any], config: ModelConfig, where: str) -> 
                 f"would be {value!r}, but it says {data[name]!r}. One of the two belongs to "
                 "another checkpoint."
             )
-    rope = data.get("rope_parameters", {})
-    nested = {THETAS[kind]: rope[kind] for kind in THETAS if isinstance(rope.get(kind), dict)}
-    for theta, entry in (nested or {"rope_theta": rope}).items():
-        used = theta == "rope_theta" or "hybrid_sliding" in config.types
-        if used and entry.get("rope_theta", fields[theta]) != fields[theta]:
+    for kind, table in rope_tables(data, where).items():
+        name = THETAS[kind] if kind else "rope_theta"
+        used = kind != "hybrid_sliding" or "hybrid_sliding" in config.types
+        if used and table.get("rope_theta", fields[name]) != fields[name]:
             raise UserError(
-                f"{where}: the RoPE base is {fields[theta]!r} by the legacy keys, but "
-                f"rope_parameters says {entry['rope_theta']!r}."
+                f"{where}: the RoPE base is {fields[name]!r} by the legacy keys, but "
+                f"rope_parameters says {table['rope_theta']!r}."
             )
 
 
@@ -303,7 +298,7 @@ def write(config: ModelConfig, dialect: str) -> dict[str, Any]:
         "norm_epsilon": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "partial_rotary_factor": config.partial_rotary_factor,
-        **{name: _SWITCHES[name] for name in _WRITTEN_SWITCHES[dialect]},
+        **{name: FIXED[name] for name in _WRITTEN_SWITCHES[dialect]},
     }
     if slides or config.sliding_rope_theta != _SLIDING_THETA:
         data["swa_rotary_base"] = config.sliding_rope_theta

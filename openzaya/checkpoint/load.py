@@ -40,7 +40,10 @@ def load_model(
     Raises:
         UserError: if a file is missing or damaged, the configuration cannot be read, or tensors
             are missing, unknown, of another shape or dtype, or not finite.
+        ValueError: for another compute dtype than float32 and bfloat16.
     """
+    if compute_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{compute_dtype} has too small a range for these models")
     described = describe_folder(folder)
     config = described.model
     if residual == "float32":

@@ -100,12 +100,28 @@ def read_manifest(folder: Path) -> dict[str, FileRecord] | None:
         }
     except FileNotFoundError:
         return None
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        KeyError,
+        OSError,
+        OverflowError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise UserError(f"{file} cannot be read ({error}).") from error
 
 
 def _checksums(entry: dict[str, str] | None) -> dict[str, int] | None:
     return None if entry is None else {name: int(crc, 16) for name, crc in entry.items()}
+
+
+def is_file(file: Path) -> bool:
+    """Whether there is such a file; False too for names that no file system takes."""
+    try:
+        return file.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def verify(folder: Path, tensors: bool = True) -> list[str]:
@@ -124,7 +140,7 @@ def verify(folder: Path, tensors: bool = True) -> list[str]:
     problems = []
     for name, expected in files.items():
         file = folder / name
-        if not file.is_file():
+        if not is_file(file):
             problems.append(f"{name} is missing")
         elif file.stat().st_size != expected.bytes:
             problems.append(f"{name} has {file.stat().st_size} bytes, not {expected.bytes}")

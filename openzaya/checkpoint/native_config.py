@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from openzaya.checkpoint.shared_config import FIXED, THETAS, check_switches, rope_tables
 from openzaya.errors import UserError
 from openzaya.model.config import ModelConfig
 
@@ -30,20 +31,7 @@ _SAME_NAME = (
 )
 """Fields that the native configuration has under our name."""
 
-_FIXED = {
-    "num_experts_per_tok": 1,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "lm_head_bias": False,
-    "attention_dropout": 0.0,
-    "clamp_temp": False,
-}
-"""Native switches and leftover legacy flags that we implement with this value only."""
-
 _WRITTEN_FIXED = ("num_experts_per_tok", "hidden_act", "attention_bias", "lm_head_bias")
-
-THETAS = {"hybrid": "rope_theta", "hybrid_sliding": "sliding_rope_theta"}
-"""Our field for the RoPE base of each layer type."""
 
 
 def read(data: dict[str, Any], where: str) -> dict[str, Any]:
@@ -52,19 +40,13 @@ def read(data: dict[str, Any], where: str) -> dict[str, Any]:
     Raises:
         UserError: for a switch that is not implemented, or RoPE settings in another form.
     """
-    if data.get("quantization_config"):
-        raise UserError(
-            f"{where}: 'quantization_config' says that the weights are quantised; only "
-            "unquantised checkpoints can be opened."
-        )
-    for name, value in _FIXED.items():
-        if data.get(name, value) != value:
-            raise UserError(f"{where}: {name} is {data[name]!r}; only {value!r} is implemented.")
-    if data.get("rope_scaling"):  # false is how some say none
-        raise UserError(f"{where}: rope_scaling {data['rope_scaling']!r} is not implemented.")
+    check_switches(data, where)
+    head_dim, channels = data.get("head_dim"), data.get("kv_channels")
+    if channels not in (None, head_dim):
+        raise UserError(f"{where}: head_dim is {head_dim!r}, but kv_channels says {channels!r}.")
     fields = {name: data[name] for name in (*_SAME_NAME, "layer_types") if name in data}
     types = data.get("layer_types", ["hybrid"])
-    return {**fields, **_rope_fields(data.get("rope_parameters"), types, where)}
+    return {**fields, **_rope_fields(data, types, where)}
 
 
 def write(config: ModelConfig, dialect: str) -> dict[str, Any]:
@@ -86,38 +68,41 @@ def write(config: ModelConfig, dialect: str) -> dict[str, Any]:
         **{name: fields[name] for name in _SAME_NAME},
         "layer_types": list(config.types),
         "rope_parameters": rope,
-        **{name: _FIXED[name] for name in _WRITTEN_FIXED},
+        **{name: FIXED[name] for name in _WRITTEN_FIXED},
     }
 
 
-def _rope_fields(rope: Any, types: Any, where: str) -> dict[str, float]:
-    """RoPE settings of the nested form; a stray top-level `rope_type` is dropped.
+def _rope_fields(data: dict[str, Any], types: Any, where: str) -> dict[str, Any]:
+    """RoPE settings of the nested form.
 
     Layers of a type that the model has must have an entry; without any settings the native
     defaults hold.
     """
-    if rope is None:
-        return {}
-    fields: dict[str, float] = {}
+    tables = rope_tables(data, where)
+    fields: dict[str, Any] = {}
     for layer_type, name in THETAS.items():
-        entry = rope.get(layer_type) if isinstance(rope, dict) else None
+        table = tables.get(layer_type)
         used = isinstance(types, list | tuple) and layer_type in types
-        if not used:
-            if isinstance(entry, dict) and "rope_theta" in entry:
-                fields[name] = entry["rope_theta"]
-            continue
-        if not isinstance(entry, dict):
+        if used and table is None and "rope_parameters" in data:
             raise UserError(
                 f"{where}: rope_parameters has no entry for the layer type {layer_type!r}; "
                 "the native dialect has one table per layer type."
             )
-        if entry.get("rope_type", "default") != "default":
-            raise UserError(
-                f"{where}: rope_type {entry['rope_type']!r} of {layer_type} is not implemented."
-            )
-        if "rope_theta" in entry:
-            fields[name] = entry["rope_theta"]
-        factor = entry.get("partial_rotary_factor", 1.0)
-        if fields.setdefault("partial_rotary_factor", factor) != factor:
+        if table is None:
+            continue
+        if "rope_theta" in table:
+            fields[name] = table["rope_theta"]
+        factor = table.get("partial_rotary_factor", 1.0)
+        if used and fields.setdefault("partial_rotary_factor", factor) != factor:
             raise UserError(f"{where}: layer types disagree about partial_rotary_factor.")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in data and fields.get(name, data[name]) != data[name]:
+            raise UserError(
+                f"{where}: {name} is {data[name]!r}, but rope_parameters says {fields[name]!r}."
+            )
+        if name in data and name not in fields:
+            raise UserError(
+                f"{where}: {name} stands at the top, where native readers do not look; it belongs "
+                "into rope_parameters, one table per layer type."
+            )
     return fields

@@ -328,8 +328,17 @@ def guess_layout(names: Iterable[str]) -> tuple[Layout, str] | None:
 
 def depth_of(names: Iterable[str]) -> int:
     """One more than the highest layer number in any name (half-layers in the legacy layout)."""
-    numbers = (re.match(r"model\.layers\.(\d+)\.", name) for name in names)
-    return max((int(match[1]) + 1 for match in numbers if match), default=0)
+    return _highest(r"model\.layers\.(\d{1,9})\.", names)
+
+
+def experts_of(names: Iterable[str]) -> int:
+    """One more than the highest expert number in any legacy name."""
+    return _highest(r"model\.layers\.\d{1,9}\.[a-z_.]*local_experts\.(\d{1,9})\.", names)
+
+
+def _highest(pattern: str, names: Iterable[str]) -> int:
+    matches = (re.match(pattern, name) for name in names)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def _pattern(template: str) -> re.Pattern[str]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from openzaya.checkpoint.headers import TORCH_DTYPES, Span, read_header
-from openzaya.checkpoint.manifest import read_manifest
+from openzaya.checkpoint.manifest import is_file, read_manifest
 from openzaya.checkpoint.tensors import (
     BIASES_DTYPE,
     MATRIX_DTYPES,
@@ -31,6 +31,7 @@ from openzaya.checkpoint.tensors import (
     canonical,
     depth_of,
     entries,
+    experts_of,
     explain,
     guess_layout,
 )
@@ -45,6 +46,7 @@ CHUNK = 1 << 22
 """Bytes that are read at once: few enough to stay in a cache, many enough to cost no time."""
 
 _STRIDE = 1 << 19
+_ABSURD = 1000  # more layers or experts than there are tensors of need no list of what is missing
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EXPONENTS = {
     "BF16": (np.uint16, 0x7F80),
@@ -86,32 +88,39 @@ def find_weights(folder: Path) -> dict[str, Stored]:
         weight_map = _weight_map(index)
     files = sorted(set(weight_map.values())) if weight_map is not None else [WEIGHTS]
     stray = sorted({file.name for file in folder.glob("model*.safetensors")} - set(files))
-    if weight_map is not None and stray:
-        raise UserError(
-            f"{folder}: {stray[0]} is not in {INDEX}: remove whichever of the two is left over "
-            "from another checkpoint."
-        )
     if weight_map is None and not (folder / WEIGHTS).exists():
         raise _no_weights(folder, stray)
+    if stray:
+        said = f"not in {INDEX}" if weight_map is not None else f"there beside {WEIGHTS}"
+        raise UserError(
+            f"{folder}: {stray[0]} is {said}: remove whichever of the two is left over from "
+            "another checkpoint."
+        )
     records = read_manifest(folder) or {}
     found: dict[str, Stored] = {}
     for file_name in files:
         file = folder / file_name
-        if not file.is_file():
+        if not is_file(file):
             raise UserError(f"{folder} is no complete checkpoint: {file_name} is missing.")
+        spans = read_header(file).spans
         record = records.get(file_name)
         checksums = (record.tensors if record is not None else None) or {}
-        for name, span in read_header(file).spans.items():
+        if checksums and checksums.keys() != spans.keys():
+            odd = sorted(checksums.keys() ^ spans.keys())[0]
+            raise UserError(
+                f"{file} is not the file of the manifest: tensor {odd} is in only one of the two."
+            )
+        for name, span in spans.items():
             if name in found:
                 raise UserError(
                     f"{folder}: {name} is stored twice, in {found[name].file.name} and in "
                     f"{file_name}."
                 )
             if weight_map is not None and weight_map.get(name) != file_name:
-                said = weight_map.get(name)
+                listed = weight_map.get(name)
                 raise UserError(
                     f"{folder}: {file_name} holds {name}, which {INDEX} "
-                    + (f"says is in {said}." if said else "does not list.")
+                    + (f"says is in {listed}." if listed else "does not list.")
                 )
             found[name] = Stored(file, name, span, checksums.get(name))
     for name, file_name in (weight_map or {}).items():
@@ -124,11 +133,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         pairs = dict(weight_map.items())
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{index} is damaged and cannot be read: {error}") from error
-    for name, file in pairs.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise UserError(f"{index} names no file of its own folder for {name}: {file!r}.")
+    for tensor, file in pairs.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".."):
+            raise UserError(f"{index} names no file of its own folder for {tensor}: {file!r}.")
     return pairs
 
 
@@ -161,7 +170,7 @@ def fit(stored: dict[str, Stored], config: ModelConfig, layout: Layout, folder: 
             f"{folder}: {CONFIG} is of a dialect with the {layout} tensor names, but {seen[1]} is "
             f"a {seen[0]} name. One of the two belongs to another checkpoint."
         )
-    problems = _depth(stored, config, layout)
+    problems = _check_size(stored, config, layout, folder)
     if layout == "legacy":
         renamed: dict[str, Stored] = {}
         for name, tensor in stored.items():
@@ -198,13 +207,25 @@ def fit(stored: dict[str, Stored], config: ModelConfig, layout: Layout, folder: 
     return fitted
 
 
-def _depth(stored: dict[str, Stored], config: ModelConfig, layout: Layout) -> list[str]:
-    needed = config.num_hidden_layers * (2 if layout == "legacy" else 1)
-    found = depth_of(stored)
-    if found in (0, needed):
-        return []
-    unit = "half-layers" if layout == "legacy" else "layers"
-    return [f"the configuration has {needed} {unit}, the tensors are of {found}"]
+def _check_size(
+    stored: dict[str, Stored], config: ModelConfig, layout: Layout, folder: Path
+) -> list[str]:
+    """Depth and number of experts, before any names are made for a model of absurd size."""
+    legacy = layout == "legacy"
+    needed = config.num_hidden_layers * (2 if legacy else 1)
+    facts = [("half-layers" if legacy else "layers", needed, depth_of(stored))]
+    if legacy:
+        facts.append(("experts", config.num_experts, experts_of(stored)))
+    problems = [
+        f"the configuration has {wanted} {unit}, the tensors are of {found}"
+        for unit, wanted, found in facts
+        if found not in (0, wanted)
+    ]
+    if any(wanted > found + _ABSURD for _, wanted, found in facts):
+        raise UserError(
+            f"the weights in {folder} do not match its {CONFIG}: {'; '.join(problems)}"
+        )
+    return problems
 
 
 def _matrix_dtype(stored: dict[str, Stored], wanted: list[Entry], layout: Layout) -> str | None:
@@ -243,9 +264,12 @@ def _dtype_problem(part: Stored, entry: Entry, matrices: str | None) -> list[str
 
 def _check_repeated_head(head: Stored, embedding: Stored | None, folder: Path) -> None:
     """Some writers store the tied weight again; that is no contradiction as long as it is equal."""
-    if embedding is not None and head.span.nbytes == embedding.span.nbytes:
+    same_form = embedding is not None and (
+        (head.span.dtype, head.span.shape) == (embedding.span.dtype, embedding.span.shape)
+    )
+    if embedding is not None and same_form and head.span.dtype in MATRIX_DTYPES:
         pairs = zip(chunks(head), chunks(embedding), strict=True)
-        if head.span.dtype == embedding.span.dtype and all(np.array_equal(a, b) for a, b in pairs):
+        if all(np.array_equal(a, b) for a, b in pairs):
             return
     raise UserError(
         f"{folder}: {_HEAD} differs from {_EMBEDDING}, but {CONFIG} says that they "

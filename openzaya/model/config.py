@@ -20,11 +20,11 @@ class ModelConfig(BaseModel):
     them; its report counts the two halves separately).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     vocab_size: int = Field(gt=0, description="Rows of the embedding, special tokens included.")
     hidden_size: int = Field(gt=0, description="Width E of the residual stream.")
-    num_hidden_layers: int = Field(gt=0, description="Layers (attention + experts).")
+    num_hidden_layers: int = Field(gt=0, le=10_000, description="Layers (attention + experts).")
     num_attention_heads: int = Field(gt=0, description="Query heads, in the latent for CCA.")
     num_key_value_heads: int = Field(gt=0, description="Key and value heads.")
     head_dim: int = Field(gt=1, description="Width of one head.")
@@ -49,7 +49,9 @@ class ModelConfig(BaseModel):
     )
     max_position_embeddings: int = Field(131_072, gt=0, description="Longest trained context.")
 
-    num_experts: int = Field(gt=0, description="SwiGLU experts per layer, skip class excluded.")
+    num_experts: int = Field(
+        gt=0, le=10_000, description="SwiGLU experts per layer, skip class excluded."
+    )
     moe_intermediate_size: int = Field(gt=0, description="Inner width of one expert.")
     router: Literal["zaya", "linear"] = Field(
         "zaya", description="MLP router with depth averaging, or one linear map for ablations."

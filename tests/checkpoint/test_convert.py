@@ -441,3 +441,22 @@ def test_shards_hold_whole_tensors_and_are_indexed(tmp_path):
     single = through(tmp_path / "source", "C", shard_bytes=10**9)
     assert not (single / INDEX).exists()
     assert (single / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("special_tokens_map.json", "{"),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("generation_config.json", '{"top_k": "x"}'),
+        ("generation_config.json", '{"temperature": -5}'),
+        ("generation_config.json", '{"top_p": 0}'),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}'),
+        ("tokenizer.json", "{}"),
+    ],
+)
+def test_companions_that_no_reader_can_use_are_refused(name, content, with_companions, tmp_path):
+    raw = content if isinstance(content, bytes) else content.encode()
+    (with_companions / name).write_bytes(raw)
+    with pytest.raises(UserError, match=name):
+        plan_conversion(with_companions, tmp_path / "a", "A", force=True)

@@ -241,7 +241,6 @@ def test_a_whole_checkpoint_in_such_a_dtype(dtype, dialect, tmp_path):
     check_refused(folder, dialect, f"{EMBEDDING} is ")
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="no UserError")
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
 def test_a_whole_checkpoint_in_such_a_dtype_with_a_repeated_head(dtype, tmp_path):
     folder = make(tmp_path / "source", "C")

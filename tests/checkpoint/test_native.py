@@ -164,7 +164,10 @@ def test_stray_rope_type_is_tolerated():
         ({"model_type": "llama"}, "'llama', not 'zaya'"),
         ({"model_type": None}, "None, not 'zaya'"),
         ({"num_experts_per_tok": 2}, "num_experts_per_tok is 2; only 1"),
-        ({"clamp_temp": True}, "clamp_temp is True; only False"),
+        (
+            {"clamp_temp": True},
+            r"clamp_temp is True \(keys times exp of a clamped temperature\); only False",
+        ),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"lm_head_bias": True}, "lm_head_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -339,3 +342,45 @@ def test_loaded_weights_can_be_trained_and_leave_the_file_alone(saved):
         for parameter in model.parameters():
             parameter -= 0.1 * parameter.grad
     assert (saved / WEIGHTS).read_bytes() == before
+
+
+def test_a_manifest_vouches_for_every_tensor_or_for_none(tmp_path):
+    """One that leaves a tensor out would let it be changed unnoticed."""
+    with atomic_folder(tmp_path / "model") as folder:
+        save_model(small_model(1), folder)
+    file = tmp_path / "model" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["files"][WEIGHTS]["tensors"]["model.norm.weight"]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"model\.norm\.weight is in only one of the two"):
+        load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('"rms_norm_eps": Infinity', "rms_norm_eps"),
+        ('"num_experts": 4, "num_experts": 8', "num_experts is in it twice"),
+        ('"num_hidden_layers": 1000000000', "num_hidden_layers"),
+    ],
+)
+def test_settings_that_make_no_sense(text, message, saved):
+    data = json.loads((saved / CONFIG).read_text())
+    for name in ("rms_norm_eps", "num_experts", "num_hidden_layers"):
+        data.pop(name) if name in text else None
+    (saved / CONFIG).write_text(json.dumps(data)[:-1] + ", " + text + "}")
+    with pytest.raises(UserError, match=message):
+        load_model(saved)
+
+
+def test_a_depth_that_is_absurd_is_refused_at_once(saved):
+    data = {**json.loads((saved / CONFIG).read_text()), "num_hidden_layers": 9_999}
+    del data["layer_types"]
+    (saved / CONFIG).write_text(json.dumps(data))
+    with pytest.raises(UserError, match="has 9999 layers, the tensors are of 3"):
+        load_model(saved)
+
+
+def test_float16_is_no_compute_dtype(saved):
+    with pytest.raises(ValueError, match="too small a range"):
+        load_model(saved, torch.float16)

@@ -70,9 +70,7 @@ def test_only_damaged_checkpoints(run: Path) -> None:
 def test_a_damaged_model_folder(run: Path) -> None:
     one = run / "checkpoints" / "step-00000009"
     damage(one / "model.safetensors")
-    with pytest.raises(
-        UserError, match=r"is damaged: tensor \S+ does not match"
-    ):
+    with pytest.raises(UserError, match=r"is damaged: tensor \S+ does not match"):
         open_checkpoint(one)
     (one / "config.json").unlink()
     with pytest.raises(UserError, match=r"config\.json is missing"):
