@@ -7,6 +7,7 @@ folder, which the next writer removes.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -62,7 +63,12 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` by a file that holds `text`, atomically.
+    """Replace `path` by a file that holds `text`, atomically; errors as `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by a file with this content, atomically.
 
     Raises:
         UserError: if the disk is full or cannot be written.
@@ -70,7 +76,7 @@ def write_text(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}.incomplete")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
+        scratch.write_bytes(content)
         sync(scratch)
         os.replace(scratch, path)
     except OSError as error:
@@ -81,7 +87,14 @@ def write_text(path: Path, text: str) -> None:
 
 def explain_write(error: BaseException, path: Path) -> str:
     """What to tell a user whose disk refused a write."""
-    return f"cannot write {path}: {error}. Nothing half-written was left; free room and try again."
+    return f"cannot write {path}: {error}. Nothing half-written was left; {write_advice(error)}."
+
+
+def write_advice(error: BaseException) -> str:
+    """What may help."""
+    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, None):
+        return "choose a place that can be written"
+    return "free room and try again"
 
 
 def sync(path: Path) -> None:

@@ -17,10 +17,11 @@ from openzaya.checkpoint.weights import CONFIG, INDEX
 from openzaya.errors import UserError
 
 GENERATION = "generation_config.json"
+TEMPLATE = "chat_template.jinja"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
-_CARRIED = (
+CARRIED = (
     TOKENIZER,
     TOKENIZER_CONFIG,
     "tokenizer.model",
@@ -28,7 +29,7 @@ _CARRIED = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
+    TEMPLATE,
     "chat_template.json",
     GENERATION,
     "README.md",
@@ -75,7 +76,7 @@ def read_companions(folder: Path, source: Description) -> Companions:
     for file in sorted(folder.iterdir()):
         if file.name.startswith(".") or any(fnmatch(file.name, name) for name in _WRITTEN):
             continue
-        if file.is_file() and any(fnmatch(file.name, name) for name in _CARRIED):
+        if file.is_file() and any(fnmatch(file.name, name) for name in CARRIED):
             result.files[file.name] = file.read_bytes()
         else:
             result.left_out.append(file.name)

@@ -95,7 +95,8 @@ def describe(data: Any, where: str) -> Description:
         raise UserError(f"{where} holds no table of settings.")
     data = {name: value for name, value in data.items() if value is not None}
     if data.get("model_type") == RECORD:
-        return Description(validated(data.get(RECORD, {}), where), RECORD)
+        own = validated(data.get(RECORD, {}), where)
+        return Description(own, RECORD, (own.eos_token_id,))
     legacy = legacy_config.marker(data)
     vision = [name for name in _VISION if name in data]
     if vision:
@@ -133,7 +134,7 @@ def describe(data: Any, where: str) -> Description:
             )
     if legacy:
         legacy_config.check_native_keys(data, config, where)
-    return Description(config, dialect, tuple(eos))
+    return Description(config, dialect, tuple(eos) or (config.eos_token_id,))
 
 
 def config_from_json(data: Any, where: str) -> ModelConfig:
@@ -195,6 +196,26 @@ def write_config(
     if dialect == "C" and not config.residual_in_fp32:
         record["residual_in_fp32"] = False
     return {**data, RECORD: record} if record else data
+
+
+def differences(a: ModelConfig, b: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two models differ, with both values.
+
+    How layer types are spelled, and settings of sliding layers that a model has none of, are no
+    difference.
+    """
+
+    def fields(config: ModelConfig) -> dict[str, Any]:
+        content = config.model_dump(mode="json")
+        content["layer_types"] = list(config.types)
+        if "hybrid_sliding" not in config.types:
+            del content["sliding_window"], content["sliding_rope_theta"]
+        return content
+
+    ours, theirs = fields(a), fields(b)
+    names = dict.fromkeys([*ours, *theirs])
+    pairs = {name: (ours.get(name), theirs.get(name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def own_dialect(config: ModelConfig) -> Dialect:

@@ -72,14 +72,14 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord] | None = None) 
     """Describe all files of a folder in its manifest.
 
     Args:
-        known: records that were made while the files were written, by name.
+        known: records that were made while files were written, or before they are, by name.
     """
     known = known or {}
-    files = {}
-    for file in sorted(folder.rglob("*")):
-        name = str(file.relative_to(folder))
-        if file.is_file() and name != MANIFEST:
-            files[name] = (known.get(name) or record(file)).to_json()
+    there = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    files = {
+        name: (known.get(name) or record(folder / name)).to_json()
+        for name in sorted({*there, *known} - {MANIFEST})
+    }
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=1) + "\n")
 
 

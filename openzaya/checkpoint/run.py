@@ -71,12 +71,16 @@ def newest_checkpoint(run: Path) -> Found | None:
     return None
 
 
-def find_checkpoint(path: str | Path, say: Callable[[str], None] = to_stderr) -> Path:
+def find_checkpoint(
+    path: str | Path, say: Callable[[str], None] = to_stderr, whole: bool = False
+) -> Path:
     """The model folder that `path` is, holds or names, verified where it has a manifest.
 
     Args:
         path: a model folder, a training run, or a hub id with its revision.
         say: told about newer checkpoints that are damaged, and of what the hub says.
+        whole: verify all files; else those are left out whose tensors whoever reads them compares
+            with checksums of their own.
 
     Raises:
         UserError: if there is none, or none is whole.
@@ -88,12 +92,11 @@ def find_checkpoint(path: str | Path, say: Callable[[str], None] = to_stderr) ->
             "with its revision (ORG/NAME@REVISION)"
         )
     if (path / CONFIG).exists() or (path / MANIFEST).exists():
-        # Tensors with checksums of their own are compared when they are read.
-        problems = verify(path, tensors=False) if (path / MANIFEST).exists() else []
+        problems = verify(path, tensors=whole) if (path / MANIFEST).exists() else []
         if problems:
             raise UserError(
-                f"{path} is damaged: {'; '.join(problems)}. Take another checkpoint, or copy "
-                "this one again"
+                f"{path} is damaged: {'; '.join(problems).rstrip('.')}. Take another checkpoint, "
+                "or copy this one again"
             )
         return path
     found = newest_checkpoint(path)

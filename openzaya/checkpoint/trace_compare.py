@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openzaya.checkpoint.dialects import differences
 from openzaya.checkpoint.trace import Probe, stages
 from openzaya.checkpoint.trace_file import Trace
 from openzaya.errors import UserError
@@ -182,11 +183,7 @@ def compare(reference: Trace, other: Trace, tolerance: float | None = None) -> C
         tokens=int(reference.probe.padding_mask.sum()),
         missing=tuple(name for name in reference.tensors if name not in shared),
         extra=tuple(name for name in other.tensors if name not in common),
-        config_differences=tuple(
-            name
-            for name in type(reference.config).model_fields
-            if getattr(reference.config, name) != getattr(other.config, name)
-        ),
+        config_differences=tuple(differences(reference.config, other.config)),
     )
 
 

@@ -9,7 +9,6 @@ matrix products), `skip_expert`, `crosses_window` and `description` are for the 
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from openzaya.checkpoint.atomic import explain_write, sync
+from openzaya.checkpoint.atomic import write_bytes
+from openzaya.checkpoint.headers import read_header
 from openzaya.checkpoint.trace import Probe, capture, make_probe, stages
 from openzaya.errors import UserError
 from openzaya.model.config import ModelConfig
@@ -27,6 +27,17 @@ from openzaya.model.model import Zaya
 
 FORMAT = "openzaya-trace"
 VERSION = "1"
+_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "f32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "f16": "float16",
+}
+"""Compute dtypes by the names that other tools give them."""
 
 GOLDEN = Path(__file__).parent / "golden"
 """The bundled checkpoint, a folder that opens like any other, with its trace beside the weights."""
@@ -77,7 +88,7 @@ def make_trace(model: Zaya, probe: Probe | None = None) -> Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, whole or not at all; an existing file is replaced.
+    """Write a trace, whole or not at all; an existing trace is replaced, another file is not.
 
     Raises:
         UserError: if the disk is full or cannot be written.
@@ -101,16 +112,17 @@ def write_trace(path: Path, trace: Trace) -> None:
     }
     content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
     content = _in_order(content)
-    scratch = path.with_name(f".{path.name}.incomplete")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(content)
-        sync(scratch)
-        os.replace(scratch, path)
-    except OSError as error:
-        with suppress(OSError):
-            scratch.unlink(missing_ok=True)
-        raise UserError(explain_write(error, path)) from error
+    if path.is_file():
+        _check_is_trace(path)
+    write_bytes(path, content)
+
+
+def _check_is_trace(path: Path) -> None:
+    """Refuse to replace a file that is none, such as the weights that were traced."""
+    with suppress(UserError):
+        if read_header(path).metadata.get("format") == FORMAT:
+            return
+    raise UserError(f"{path} exists and is no trace; choose another file")
 
 
 def _in_order(content: bytes) -> bytes:
@@ -166,7 +178,14 @@ def read_trace(path: Path, complete: bool = False) -> Trace:
         _check_stages(tensors, config, probe, path)
     names = dict.fromkeys((*stages(config), *tensors))  # in the order of computation
     tensors = {name: tensors[name] for name in names if name in tensors}
-    return Trace(config, metadata.get("dtype", "float32"), probe, tensors)
+    spelled = metadata.get("dtype", "float32")
+    dtype = _DTYPES.get(spelled.removeprefix("torch.").lower())
+    if dtype is None:
+        raise UserError(
+            f"{path}: dtype is {spelled!r}; it is that of matrix products, one of "
+            f"{', '.join(sorted(set(_DTYPES.values())))}"
+        )
+    return Trace(config, dtype, probe, tensors)
 
 
 def _read_probe(tensors: dict[str, Tensor], path: Path) -> Probe:

@@ -222,9 +222,7 @@ def _check_size(
         if found not in (0, wanted)
     ]
     if any(wanted > found + _ABSURD for _, wanted, found in facts):
-        raise UserError(
-            f"the weights in {folder} do not match its {CONFIG}: {'; '.join(problems)}"
-        )
+        raise UserError(f"the weights in {folder} do not match its {CONFIG}: {'; '.join(problems)}")
     return problems
 
 

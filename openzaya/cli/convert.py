@@ -14,7 +14,7 @@ from openzaya.cli.units import count, decimal
 from openzaya.errors import UserError
 
 if TYPE_CHECKING:
-    from openzaya.checkpoint.convert import Plan
+    from openzaya.checkpoint.plan import Plan
 
 HELP = "write a checkpoint in another dialect, in small memory"
 
@@ -56,8 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
-    from openzaya.checkpoint.convert import convert, plan_conversion
+    from openzaya.checkpoint.convert import convert
     from openzaya.checkpoint.dialects import parse_dialect
+    from openzaya.checkpoint.plan import plan_conversion
     from openzaya.checkpoint.run import find_checkpoint
     from openzaya.cli.progress import bytes_progress
 
@@ -123,6 +124,6 @@ def _print(fields: dict[str, Any], plan: Plan) -> None:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
+    if match is None or unit is None or not 1 <= float(match[1]) * unit < 1e18:
         raise UserError(f"--shard-size is {text!r}; give a size such as 5GB, 500MB or 2GiB")
     return int(float(match[1]) * unit)

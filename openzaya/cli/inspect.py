@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     described = _describe(args.model)
     config = described if isinstance(described, ModelConfig) else described.model
     for option, value in (("--context", args.context), ("--batch", args.batch)):
-        if value is not None and value < 1:
-            raise UserError(f"{option} is {value}; it must be at least 1")
+        if value is not None and not 1 <= value <= 10**12:
+            raise UserError(f"{option} is {value:.3g}; it must be from 1 to 1e12")
     counted = account(config, args.context, args.batch)
     if args.json:
         stored = _stored(described)

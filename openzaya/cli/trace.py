@@ -133,10 +133,12 @@ def _print(comparison: Comparison, args: argparse.Namespace) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    for table in _tables(comparison):
-        console.print(table)
-    outside = [s for s in comparison.stages if s.layer is None]
-    console.print("   ".join(f"{stage.name} {_drift([stage])}" for stage in outside))
+    first = comparison.first
+    if first is None or first is not comparison.stages[0] or first.problem is None:
+        for table in _tables(comparison):
+            console.print(table)
+        outside = [s for s in comparison.stages if s.layer is None]
+        console.print("   ".join(f"{stage.name} {_drift([stage])}" for stage in outside))
     for line in (*_notes(comparison), _sentence(comparison, args.model, args.compare)):
         console.print(fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False))
 

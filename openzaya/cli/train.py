@@ -44,7 +44,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the verb."""
     from openzaya.config.load import load_recipe, recipe_to_toml
 
-    recipe = load_recipe(args.recipe, args.overrides, _architecture_of)
+    def architecture(start_from: str, name: str) -> ModelConfig:
+        from openzaya.train.setup import architecture_of  # slow to import, and seldom needed
+
+        return architecture_of(start_from, args.out / name)
+
+    recipe = load_recipe(args.recipe, args.overrides, architecture)
     if args.print:
         sys.stdout.write(recipe_to_toml(recipe))
         return 0
@@ -61,9 +66,3 @@ def run(args: argparse.Namespace) -> int:
     print(f"finished: {final}")
     print(f"try it:   openzaya generate {shlex.quote(str(final))} 'Once'")
     return 0
-
-
-def _architecture_of(start_from: str) -> ModelConfig:
-    from openzaya.train.setup import architecture_of  # slow to import, and seldom needed
-
-    return architecture_of(start_from)

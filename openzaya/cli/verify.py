@@ -26,6 +26,7 @@ exit code: 0 when all is well, 1 when something differs, 2 when a checkpoint is 
 """
 
 _SHOWN = 12
+"""Tensors that are listed one by one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.trace not in (None, "golden") and not Path(args.trace).is_file():
         raise UserError(f"--trace {args.trace}: no such file")
     names = [name for name in (args.first, args.second) if name is not None]
-    opened = [open_for_reading(find_checkpoint(name)) for name in names]
+    opened = [open_for_reading(find_checkpoint(name, whole=True)) for name in names]
     fields: dict[str, Any] = {"checkpoints": [_facts(one) for one in opened]}
     result = None
     if len(opened) == 2:
@@ -90,6 +91,8 @@ def _compare(a: Opened, b: Opened, logits: bool) -> Verification:
         result = compare(a, b, progress)
     if logits:
         result.logits = compare_logits(a.folder, b.folder)
+        if result.logits is None:
+            result.settings.append("the probe: vocabularies or windows, so logits do not compare")
     return result
 
 
@@ -125,8 +128,7 @@ def _print(fields: dict[str, Any], result: Verification | None) -> None:
             print(f"{different.name}: {different.how}")
         if len(result.different) > _SHOWN:
             print(f"and {len(result.different) - _SHOWN} more tensors")
-        same = result.tensors - len(result.different)
-        print(f"{same:,} of {result.tensors:,} logical tensors are equal bit by bit")
+        print(f"{result.same:,} of {result.tensors:,} logical tensors are equal bit by bit")
         if result.logits is not None:
             unequal, largest = result.logits
             print(

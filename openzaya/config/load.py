@@ -23,7 +23,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 def load_recipe(
     name: str,
     overrides: Sequence[str] = (),
-    architecture: Callable[[str], ModelConfig] | None = None,
+    architecture: Callable[[str, str], ModelConfig] | None = None,
 ) -> Recipe:
     """Load a recipe by path, or by its bare name from the project's `recipes/`.
 
@@ -31,8 +31,8 @@ def load_recipe(
         name: path of a TOML file, or a name such as "demo".
         overrides: `key=value` with dotted keys; phases go by name (`phases.text.lr=1e-3`). Values
             are TOML; anything that is not is taken as a string.
-        architecture: of the checkpoint that a recipe's `start_from` names, for what the recipe
-            leaves out of `model`.
+        architecture: given a recipe's `start_from` and name, what the recipe leaves out of
+            `model`.
 
     Raises:
         UserError: if the file is missing or no TOML, or a key or value is wrong.
@@ -56,7 +56,8 @@ def load_recipe(
     start, model = data.get("start_from"), data.get("model", {})
     partial = isinstance(model, dict) and "preset" not in model and "hidden_size" not in model
     if architecture is not None and isinstance(start, str) and partial:
-        data["model"] = {**architecture(start).model_dump(mode="json"), **model}
+        whole = architecture(start, str(data.get("name", "")))
+        data["model"] = {**whole.model_dump(mode="json"), **model}
     return recipe_from_dict(data, str(path))
 
 

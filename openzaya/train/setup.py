@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from openzaya.checkpoint.atomic import write_text
-from openzaya.checkpoint.dialects import read_config
+from openzaya.checkpoint.companions import GENERATION, TEMPLATE
+from openzaya.checkpoint.dialects import describe_folder, read_config
 from openzaya.checkpoint.load import load_model
 from openzaya.checkpoint.run import find_checkpoint, list_checkpoints
 from openzaya.config.load import differences, load_recipe, recipe_to_toml
@@ -150,12 +151,19 @@ def _claimed(recipe: Recipe, folder: Path) -> bool:
     return file.is_file()
 
 
-def architecture_of(start_from: str) -> ModelConfig:
+def architecture_of(start_from: str, folder: Path) -> ModelConfig:
     """The architecture that training from a checkpoint goes on with.
+
+    Args:
+        folder: of the run; once it has begun, the checkpoint may be gone or have changed.
 
     Raises:
         UserError: if there is no such checkpoint, or it cannot be read.
     """
+    if (folder / RECIPE).is_file():
+        began = load_recipe(str(folder / RECIPE))
+        if began.start_from == start_from:
+            return began.model
     config = read_config(find_checkpoint(start_from))
     return config.model_copy(update={"residual_in_fp32": True})
 
@@ -167,6 +175,16 @@ def _start(recipe: Recipe, folder: Path, claimed: bool, console: Console) -> Pat
         return None
     start = find_checkpoint(recipe.start_from, console.print)
     _check_architecture(recipe, start)
+    lost = [name for name in (TEMPLATE, GENERATION) if (start / name).is_file()]
+    eos = describe_folder(start).eos
+    lost += [f"the end-of-text tokens after the first ({list(eos[1:])})"] if len(eos) > 1 else []
+    if lost:
+        console.print(
+            f"not carried over from {start}: {', '.join(lost)}; this run's checkpoints have the "
+            "chat format that they are trained with",
+            soft_wrap=True,
+            highlight=False,
+        )
     return start
 
 

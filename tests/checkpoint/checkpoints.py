@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from openzaya.checkpoint.convert import convert, plan_conversion
+from openzaya.checkpoint.convert import convert
 from openzaya.checkpoint.load import load_model
 from openzaya.checkpoint.manifest import MANIFEST
+from openzaya.checkpoint.plan import plan_conversion
 from openzaya.checkpoint.save import save_model
 from openzaya.checkpoint.weights import CONFIG, INDEX, WEIGHTS
 from openzaya.errors import UserError
@@ -24,6 +25,9 @@ from tests.checkpoint.legacy import to_legacy
 from tests.model.helpers import plain_logits, small_model, tokens_for
 
 DIALECTS = ("A", "B", "C")
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
+every_layout = pytest.mark.parametrize("dialect", ["B", "C"])  # A has the files of B
+legacy = pytest.mark.parametrize("dialect", ["A", "B"])
 BLOCKS, EXPERTS = 3, 4
 FULL = ("hybrid",) * BLOCKS
 SLIDING = ("hybrid_sliding", "hybrid", "hybrid_sliding")

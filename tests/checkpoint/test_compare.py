@@ -18,8 +18,9 @@ from openzaya.checkpoint.compare import (
     open_for_reading,
     probe_logits,
 )
-from openzaya.checkpoint.convert import convert, plan_conversion
+from openzaya.checkpoint.convert import convert
 from openzaya.checkpoint.load import load_model
+from openzaya.checkpoint.plan import plan_conversion
 from openzaya.checkpoint.save import save_model
 from openzaya.checkpoint.trace import make_probe
 from openzaya.checkpoint.weights import CONFIG, WEIGHTS
@@ -200,3 +201,43 @@ def test_damage_is_an_error_not_a_difference(original):
         check_data(opened)
     with pytest.raises(UserError, match="does not match its checksum"):
         compare(opened, opened)
+
+
+def test_models_whose_logits_do_not_compare(original, tmp_path):
+    """Another vocabulary: said so, and nothing infinite ends up in a report."""
+    other = Zaya(small_config(vocab_size=77, layer_types=("hybrid",) * 3, sliding_window=None))
+    randomise(other, 1)
+    (tmp_path / "other").mkdir()
+    save_model(other, tmp_path / "other")
+    assert compare_logits(original, tmp_path / "other") is None
+    result = compare(open_for_reading(original), open_for_reading(tmp_path / "other"))
+    assert 0 <= result.same < result.tensors - len(result.different) + 1
+    json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_our_own_dialect_equals_its_conversion(tmp_path):
+    """Nothing but the dialect differs; once the end-of-text token did."""
+    model = Zaya(small_config(skip_expert="identity"))
+    randomise(model, 1)
+    (tmp_path / "ours").mkdir()
+    save_model(model, tmp_path / "ours")
+    convert(plan_conversion(tmp_path / "ours", tmp_path / "b", "B"))
+    assert compare(open_for_reading(tmp_path / "ours"), open_for_reading(tmp_path / "b")).equal
+
+
+def test_neighbours_that_are_alike_are_no_explanation(original):
+    """Fresh norms are all ones: that a changed one equals its neighbour means nothing."""
+    alike = original.with_name("alike")
+    alike.mkdir()
+    model = load_model(original)
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.input_layernorm.weight.fill_(1.0)
+    save_model(model, alike)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[0] = 2.0
+    other = original.with_name("other")
+    other.mkdir()
+    save_model(model, other)
+    found = differences(alike, other)
+    assert "of the values differ" in found["model.layers.0.input_layernorm.weight"]

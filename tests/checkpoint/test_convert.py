@@ -16,15 +16,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from openzaya.checkpoint import convert as module
-from openzaya.checkpoint.convert import convert, plan_conversion
+from openzaya.checkpoint import plan as module
+from openzaya.checkpoint.atomic import write_text
+from openzaya.checkpoint.convert import convert
 from openzaya.checkpoint.dialects import describe_folder, write_config
 from openzaya.checkpoint.load import load_model
+from openzaya.checkpoint.lora import write_adapter
 from openzaya.checkpoint.manifest import record, verify
+from openzaya.checkpoint.plan import plan_conversion
 from openzaya.checkpoint.save import save_model
 from openzaya.checkpoint.weights import CONFIG, INDEX, WEIGHTS
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
+from openzaya.model.lora import attach, new_adapter
 from tests.checkpoint.legacy import to_legacy
 from tests.model.helpers import TOLERANCE, plain_logits, small_model, tokens_for
 from tests.oracle import relative_error
@@ -156,7 +160,8 @@ def test_a_killed_conversion_leaves_nothing_that_opens_and_is_resumed(tmp_path):
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from openzaya.checkpoint.convert import convert, plan_conversion\n"
+        "from openzaya.checkpoint.convert import convert\n"
+        "from openzaya.checkpoint.plan import plan_conversion\n"
         "done = 0\n"
         "def progress(count):\n"
         "    global done\n"
@@ -232,7 +237,7 @@ def test_a_full_disk_is_one_message_and_loses_nothing(tmp_path):
 def test_too_little_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     native(tmp_path / "source")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 9))
-    with pytest.raises(UserError, match=r"0.0 GB free, the result needs"):
+    with pytest.raises(UserError, match="0 MB free, the result needs"):
         plan_conversion(tmp_path / "source", tmp_path / "t", "B", force=True)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
@@ -294,7 +299,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
         code = (
             "import resource, sys\n"
             "from pathlib import Path\n"
-            "from openzaya.checkpoint.convert import convert, plan_conversion\n"
+            "from openzaya.checkpoint.convert import convert\n"
+            "from openzaya.checkpoint.plan import plan_conversion\n"
             "convert(plan_conversion(Path(sys.argv[1]), Path(sys.argv[2]), 'B', 10**8, True))\n"
             "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
         )
@@ -460,3 +466,123 @@ def test_companions_that_no_reader_can_use_are_refused(name, content, with_compa
     (with_companions / name).write_bytes(raw)
     with pytest.raises(UserError, match=name):
         plan_conversion(with_companions, tmp_path / "a", "A", force=True)
+
+
+# What a reviewer broke
+
+
+def test_a_source_where_the_target_would_grow_is_left_alone(tmp_path):
+    """A finished but not renamed conversion looks like a checkpoint; converting it deleted it."""
+    native(tmp_path / ".t.converting")
+    with pytest.raises(UserError, match=r"is where .* would grow"):
+        plan_conversion(tmp_path / ".t.converting", tmp_path / "t", "C")
+    assert logits(tmp_path / ".t.converting") is not None
+
+
+def test_files_that_no_conversion_wrote_are_not_removed(tmp_path):
+    native(tmp_path / "source")
+    (tmp_path / ".t.converting").mkdir()
+    (tmp_path / ".t.converting" / "thesis.txt").write_text("the only copy")
+    plan = plan_conversion(tmp_path / "source", tmp_path / "t", "B", force=True)
+    with pytest.raises(UserError, match=r"thesis\.txt, which no conversion wrote"):
+        convert(plan)
+    assert (tmp_path / ".t.converting" / "thesis.txt").exists()
+
+
+def test_a_source_that_changes_meanwhile_gives_no_mixture(tmp_path):
+    """Neither in one go, nor by taking over shards of what was there before."""
+    native(tmp_path / "source")
+    other = small_model(6, layer_types=FULL, sliding_window=None)
+    changes = []
+
+    def change(count: int) -> None:
+        if count and not changes:
+            changes.append(count)
+            save_model(other, tmp_path / "source")
+
+    plan = plan_conversion(tmp_path / "source", tmp_path / "t", "B", 20_000, True)
+    with pytest.raises(UserError, match="source changed while it was converted"):
+        convert(plan, change)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_a_full_disk_at_the_journal_keeps_finished_shards(tmp_path, monkeypatch):
+    native(tmp_path / "source")
+    calls = []
+
+    def full(path, text):
+        calls.append(path)
+        if len(calls) == 4:
+            raise UserError("cannot write") from OSError(errno.ENOSPC, "No space left on device")
+        write_text(path, text)
+
+    monkeypatch.setattr("openzaya.checkpoint.convert.write_text", full)
+    plan = plan_conversion(tmp_path / "source", tmp_path / "t", "B", 20_000, True)
+    with pytest.raises(UserError, match=r"No space left .* the same command goes on"):
+        convert(plan)
+    monkeypatch.undo()
+    assert convert(plan_conversion(tmp_path / "source", tmp_path / "t", "B", 20_000, True)) > 0
+
+
+def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path):
+    native(tmp_path / "source")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Choose a place that can be written") as caught:
+        convert(plan_conversion(tmp_path / "source", tmp_path / "file" / "t", "B", force=True))
+    assert "free room" not in str(caught.value)
+
+
+def test_a_target_that_another_process_has_finished_meanwhile(tmp_path):
+    native(tmp_path / "source")
+    late = plan_conversion(tmp_path / "source", tmp_path / "t", "B", force=True)
+    convert(plan_conversion(tmp_path / "source", tmp_path / "t", "B", force=True))
+    with pytest.raises(UserError, match="exists already"):
+        convert(late)
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "t"}
+    assert verify(tmp_path / "t") == []
+
+
+@pytest.mark.parametrize("target", ["link", "new/.."])
+def test_targets_that_only_the_last_step_would_have_refused(target, tmp_path):
+    native(tmp_path / "source")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"exists already|does not name a new folder"):
+        plan_conversion(tmp_path / "source", tmp_path / target, "B", force=True)
+
+
+def test_another_conversion_that_was_begun_is_mentioned(tmp_path):
+    native(tmp_path / "source")
+    _stop_after(
+        plan_conversion(tmp_path / "source", tmp_path / "t", "A", 20_000, True), KeyboardInterrupt()
+    )
+    plan = plan_conversion(tmp_path / "source", tmp_path / "t", "B", 20_000, True)
+    assert convert(plan) == 0
+    assert any("something else was replaced" in note for note in plan.notes)
+
+
+def test_merged_router_matrices_stay_fp32(tmp_path):
+    """They are computed with in fp32, so merging must not round them where keeping does not."""
+    native(tmp_path / "source", dtype=torch.bfloat16)
+    model = load_model(tmp_path / "source")
+    adapter = new_adapter(model.config, ("router",), rank=2, alpha=4.0, seed=0)
+    for pair in adapter.pairs.values():
+        pair.b.normal_(generator=torch.Generator().manual_seed(1))
+    write_adapter(adapter, tmp_path / "lora", model.config)
+    plan = plan_conversion(
+        tmp_path / "source", tmp_path / "t", "B", 20_000, True, tmp_path / "lora"
+    )
+    convert(plan)
+    attach(model, adapter)
+    assert torch.equal(logits(tmp_path / "t"), plain_logits(model, tokens_for(model, 2, 13)))
+
+
+def test_a_merge_that_overflows_names_the_merge(tmp_path):
+    native(tmp_path / "source", dtype=torch.float16)
+    model = load_model(tmp_path / "source")
+    adapter = new_adapter(model.config, ("attention",), rank=1, alpha=1.0, seed=0)
+    for pair in adapter.pairs.values():
+        pair.b.fill_(1e6)
+    write_adapter(adapter, tmp_path / "lora", model.config)
+    plan = plan_conversion(tmp_path / "source", tmp_path / "t", "B", 10**9, True, tmp_path / "lora")
+    with pytest.raises(UserError, match=r"with the adapter merged, .* F16 cannot hold"):
+        convert(plan)

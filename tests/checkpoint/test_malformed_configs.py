@@ -15,12 +15,11 @@ from tests.checkpoint.checkpoints import (
     SLIDING,
     check_refused,
     edit_config,
+    every_dialect,
     halves,
+    legacy,
     make,
 )
-
-every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
-legacy = pytest.mark.parametrize("dialect", ["A", "B"])
 
 
 def _refused(folder, dialect, changes, *names):

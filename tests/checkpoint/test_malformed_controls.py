@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from openzaya.checkpoint.compare import compare, open_for_reading
-from openzaya.checkpoint.convert import convert, plan_conversion
+from openzaya.checkpoint.convert import convert
 from openzaya.checkpoint.dialects import describe_folder
+from openzaya.checkpoint.plan import plan_conversion
 from openzaya.checkpoint.weights import CONFIG
 from tests.checkpoint.checkpoints import (
     DIALECTS,
     LISTS,
     edit_config,
     halves,
+    legacy,
     logits,
     make,
     read_config_json,
     rewrite,
 )
-
-legacy = pytest.mark.parametrize("dialect", ["A", "B"])
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ from openzaya.checkpoint.run import find_checkpoint
 from openzaya.checkpoint.weights import CONFIG, INDEX, WEIGHTS
 from openzaya.errors import UserError
 from tests.checkpoint.checkpoints import (
-    DIALECTS,
     check_refused,
     edit_config,
     edit_index,
+    every_dialect,
+    every_layout,
     logits,
     make,
     make_sharded,
@@ -34,9 +35,6 @@ from tests.checkpoint.checkpoints import (
 
 EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.layers.1.input_layernorm.weight"
-
-every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
-every_layout = pytest.mark.parametrize("dialect", ["B", "C"])  # A has the files of B
 
 
 def _flip(file: Path, position: int) -> None:

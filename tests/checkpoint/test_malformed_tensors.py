@@ -10,11 +10,13 @@ import torch
 
 from openzaya.checkpoint.weights import INDEX, WEIGHTS
 from tests.checkpoint.checkpoints import (
-    DIALECTS,
     EXPERTS,
     Tensors,
     check_refused,
     edit_config,
+    every_dialect,
+    every_layout,
+    legacy,
     logits,
     make,
     make_sharded,
@@ -23,10 +25,6 @@ from tests.checkpoint.checkpoints import (
     stored_name,
     stored_names,
 )
-
-every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
-every_layout = pytest.mark.parametrize("dialect", ["B", "C"])  # A has the files of B
-legacy = pytest.mark.parametrize("dialect", ["A", "B"])
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CCA = "model.layers.1.self_attn.qkv_proj"

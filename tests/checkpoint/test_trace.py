@@ -331,16 +331,28 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_nothing_half_written_stays(tmp_path, monkeypatch, golden):
     file = tmp_path / "trace.safetensors"
-    file.write_text("old")
+    write_trace(file, golden)
+    old = file.read_bytes()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("openzaya.checkpoint.trace_file.sync", full)
+    monkeypatch.setattr("openzaya.checkpoint.atomic.sync", full)
     with pytest.raises(UserError, match="No space left"):
         write_trace(file, golden)
     assert [f.name for f in tmp_path.iterdir()] == [file.name]
-    assert file.read_text() == "old"
+    assert file.read_bytes() == old
+
+
+def test_a_file_that_is_no_trace_is_not_replaced(tmp_path, golden):
+    """Such as the weights of the very model that was traced."""
+    weights = GOLDEN / "model.safetensors"
+    for name, content in (("text", b"old"), ("weights", weights.read_bytes())):
+        file = tmp_path / name
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="exists and is no trace"):
+            write_trace(file, golden)
+        assert file.read_bytes() == content
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Tensor], dict[str, str]], object], str]] = {

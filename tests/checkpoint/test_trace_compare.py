@@ -15,7 +15,14 @@ from torch import Tensor
 from openzaya.checkpoint.load import load_model
 from openzaya.checkpoint.trace import Probe, make_probe, stages
 from openzaya.checkpoint.trace_compare import Comparison, compare, default_tolerance
-from openzaya.checkpoint.trace_file import GOLDEN, GOLDEN_TRACE, Trace, make_trace, read_trace
+from openzaya.checkpoint.trace_file import (
+    GOLDEN,
+    GOLDEN_TRACE,
+    Trace,
+    make_trace,
+    read_trace,
+    write_trace,
+)
 from openzaya.errors import UserError
 from openzaya.model.cca import CCAttention
 from openzaya.model.model import Zaya
@@ -362,7 +369,7 @@ def test_another_architecture_parts_where_it_differs(golden):
 def test_missing_and_extra_stages_are_listed(golden):
     kept = {n: t for n, t in golden.tensors.items() if not n.endswith((".v", "chosen", "margin"))}
     kept["mine"] = torch.zeros(1)
-    comparison = compare(golden, dataclasses.replace(golden, tensors=kept))
+    comparison = compare(golden, dataclasses.dataclasses.replace(golden, tensors=kept))
     assert comparison.agrees
     assert len(comparison.missing) == 9
     assert comparison.extra == ("mine",)
@@ -373,11 +380,32 @@ def test_other_inputs_are_refused(golden):
     probe = golden.probe
     tokens = probe.tokens.clone()
     tokens[0, 0] += 1
-    other = dataclasses.replace(golden, probe=Probe(tokens, probe.positions, probe.padding_mask))
+    other = dataclasses.dataclasses.replace(
+        golden, probe=Probe(tokens, probe.positions, probe.padding_mask)
+    )
     with pytest.raises(UserError, match=r"their probe\.tokens differ"):
         compare(golden, other)
 
 
 def test_nothing_in_common_is_refused(golden):
     with pytest.raises(UserError, match="no stage in common"):
-        compare(golden, dataclasses.replace(golden, tensors={"mine": torch.zeros(1)}))
+        compare(golden, dataclasses.dataclasses.replace(golden, tensors={"mine": torch.zeros(1)}))
+
+
+def test_spellings_of_a_compute_dtype(tmp_path):
+    """Another name of float32 must not widen what is accepted; an unknown one is refused."""
+    golden = read_trace(GOLDEN_TRACE)
+    tensors = {**golden.tensors, "logits": golden.tensors["logits"] * 1.03}
+    for spelled in ("torch.float32", "fp32", "F32"):
+        file = tmp_path / f"{spelled}.safetensors"
+        write_trace(file, dataclasses.replace(golden, dtype=spelled, tensors=tensors))
+        assert not compare(golden, read_trace(file)).agrees
+    write_trace(tmp_path / "odd.safetensors", dataclasses.replace(golden, dtype="float7"))
+    with pytest.raises(UserError, match="float7"):
+        read_trace(tmp_path / "odd.safetensors")
+
+
+def test_spellings_of_layer_types_are_no_difference():
+    golden = read_trace(GOLDEN_TRACE)
+    config = golden.config.model_copy(update={"layer_types": list(golden.config.types)})
+    assert compare(golden, dataclasses.replace(golden, config=config)).config_differences == ()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from openzaya.checkpoint.atomic import atomic_folder
 from openzaya.checkpoint.load import load_model
@@ -112,10 +113,11 @@ def test_training_goes_on_from_any_dialect(checkpoint, tmp_path, capsys):
         for name, tensor in start.state_dict().items()
     ]
     assert 0 < max(moved) < 0.02  # a few small steps away from the start, not a new model
-    # The resolved recipe stands by itself, and the run goes on without what it started from.
+    # The run goes on without what it started from, by its own recipe and by the one it was given.
     checkpoint.rename(checkpoint.with_name("moved"))
     try:
-        assert main(["train", str(run / "recipe.toml"), "--out", str(tmp_path / "runs")]) == 0
+        for again in (run / "recipe.toml", recipe):
+            assert main(["train", str(again), "--out", str(tmp_path / "runs")]) == 0
     finally:
         checkpoint.with_name("moved").rename(checkpoint)
 
@@ -164,6 +166,7 @@ def test_convert_says_what_it_did(native, tmp_path, capsys):
         (["--to", "D"], "dialect 'D' is unknown: A"),
         (["--to", "B", "--shard-size", "5 furlongs"], "give a size such as 5GB"),
         (["--to", "B", "--shard-size", "0"], "give a size such as 5GB"),
+        (["--to", "B", "--shard-size", "9" * 400 + "GB"], "give a size such as 5GB"),
         (["--to", "B"], "--force writes it all the same"),
         (["--to", "B", "--force", "--adapter", "nowhere"], "nowhere"),
     ],
@@ -200,7 +203,13 @@ def test_verify_one_checkpoint(native, tmp_path, capsys):
     content[-1] ^= 1
     (tmp_path / "copy" / WEIGHTS).write_bytes(content)
     assert main(["verify", str(tmp_path / "copy")]) == 2
-    assert "does not match its checksum" in capsys.readouterr().err
+    assert "does not match the manifest (tensor" in capsys.readouterr().err
+    with atomic_folder(tmp_path / "more") as folder:
+        save_model(load_model(native), folder)
+        save_file({"x": torch.ones(9)}, folder / "training.safetensors")
+    (tmp_path / "more" / "training.safetensors").write_bytes(b"?" * 136)
+    assert main(["verify", str(tmp_path / "more")]) == 2
+    assert "training.safetensors" in capsys.readouterr().err
     assert main(["verify", str(native), "--trace", "nowhere"]) == 2
     assert "nowhere: no such file" in capsys.readouterr().err
 
