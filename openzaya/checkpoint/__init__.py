@@ -11,7 +11,7 @@ What is stored, and how it is found (formats: `docs/formats.md`):
 What is done with it:
 
 - `load.py`, `save.py`: into memory, and from it. What we write opens in `transformers`.
-- `plan.py`, `convert.py`, `companions.py`: from one dialect to another, with tokenizer and settings.
+- `plan.py`, `convert.py`, `companions.py`: from one dialect to another, with all that goes along.
 - `compare.py`: are two checkpoints the same model?
 - `trace.py`, `trace_file.py`, `trace_compare.py`: every sub-layer's numbers, and where two
   implementations part; `golden/` is a tiny model with its trace.

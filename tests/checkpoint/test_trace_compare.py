@@ -369,7 +369,7 @@ def test_another_architecture_parts_where_it_differs(golden):
 def test_missing_and_extra_stages_are_listed(golden):
     kept = {n: t for n, t in golden.tensors.items() if not n.endswith((".v", "chosen", "margin"))}
     kept["mine"] = torch.zeros(1)
-    comparison = compare(golden, dataclasses.dataclasses.replace(golden, tensors=kept))
+    comparison = compare(golden, dataclasses.replace(golden, tensors=kept))
     assert comparison.agrees
     assert len(comparison.missing) == 9
     assert comparison.extra == ("mine",)
@@ -380,16 +380,14 @@ def test_other_inputs_are_refused(golden):
     probe = golden.probe
     tokens = probe.tokens.clone()
     tokens[0, 0] += 1
-    other = dataclasses.dataclasses.replace(
-        golden, probe=Probe(tokens, probe.positions, probe.padding_mask)
-    )
+    other = dataclasses.replace(golden, probe=Probe(tokens, probe.positions, probe.padding_mask))
     with pytest.raises(UserError, match=r"their probe\.tokens differ"):
         compare(golden, other)
 
 
 def test_nothing_in_common_is_refused(golden):
     with pytest.raises(UserError, match="no stage in common"):
-        compare(golden, dataclasses.dataclasses.replace(golden, tensors={"mine": torch.zeros(1)}))
+        compare(golden, dataclasses.replace(golden, tensors={"mine": torch.zeros(1)}))
 
 
 def test_spellings_of_a_compute_dtype(tmp_path):
