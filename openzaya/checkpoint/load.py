@@ -25,6 +25,7 @@ def load_model(
     device: str = "cpu",
     residual: Residual = "float32",
     matrices: Matrices = "compute",
+    config: ModelConfig | None = None,
 ) -> Zaya:
     """Open a checkpoint, in any dialect, for inference or as a starting point of training.
 
@@ -36,6 +37,8 @@ def load_model(
         matrices: the dtype that matrices are held in (all else is fp32): "compute" is that of the
             products; "float32" is for training; "stored" is that of the file, which saves memory
             and costs the time to convert each as it is used.
+        config: to compute by another architecture with the same tensors, such as another meaning
+            of the skip class; None takes the checkpoint's.
 
     Raises:
         UserError: if a file is missing or damaged, the configuration cannot be read, or tensors
@@ -45,7 +48,7 @@ def load_model(
     if compute_dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{compute_dtype} has too small a range for these models")
     described = describe_folder(folder)
-    config = described.model
+    config = described.model if config is None else config
     if residual == "float32":
         config = config.model_copy(update={"residual_in_fp32": True})
     fitted = fit(find_weights(folder), config, described.layout, folder)

@@ -210,9 +210,10 @@ def _model(recipe: Recipe, folder: Path, start: Path | None) -> Zaya:
     """Weights of the checkpoint to start from, or random ones."""
     compute_dtype = getattr(torch, recipe.run.compute_dtype)
     if start is not None and not list_checkpoints(folder):
-        model = load_model(start, compute_dtype, matrices="float32").train()
-        model.config = recipe.model
-        return model
+        # Of the recipe's architecture: the skip class may mean something else there.
+        return load_model(
+            start, compute_dtype, residual="trained", matrices="float32", config=recipe.model
+        ).train()
     model = Zaya(recipe.model, compute_dtype)
     init_weights(model, recipe.seed)
     return model

@@ -11,7 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from openzaya.checkpoint.atomic import atomic_folder
-from openzaya.checkpoint.dialects import config_from_json, is_native, read_config, write_config
+from openzaya.checkpoint.dialects import (
+    config_from_json,
+    differences,
+    is_native,
+    read_config,
+    write_config,
+)
 from openzaya.checkpoint.load import load_model
 from openzaya.checkpoint.manifest import verify
 from openzaya.checkpoint.save import save_model
@@ -384,3 +390,26 @@ def test_a_depth_that_is_absurd_is_refused_at_once(saved):
 def test_float16_is_no_compute_dtype(saved):
     with pytest.raises(ValueError, match="too small a range"):
         load_model(saved, torch.float16)
+
+
+def test_how_layer_types_are_spelled_is_no_difference():
+    """Nor are settings of sliding layers where there are none."""
+    config = PRESETS["tiny"]
+    spelled = {"layer_types": ("hybrid", "hybrid"), "sliding_rope_theta": 5.0}
+    assert differences(config, config.model_copy(update=spelled)) == {}
+    other = config.model_copy(update={"rope_theta": 5.0})
+    assert differences(config, other) == {"rope_theta": (config.rope_theta, 5.0)}
+
+
+def test_another_meaning_of_the_skip_class_on_the_same_tensors(tmp_path):
+    """Oracle: a model of that meaning with these tensors."""
+    model = small_model(3, skip_expert="identity")
+    save_model(model, tmp_path)
+    zero = small_config()
+    expected = Zaya(zero)
+    expected.load_state_dict(model.state_dict())
+    tokens = tokens_for(model, 2, 9)
+    opened = load_model(tmp_path, config=zero)
+    assert opened.config == zero
+    assert torch.equal(plain_logits(opened, tokens), plain_logits(expected, tokens))
+    assert not torch.equal(plain_logits(opened, tokens), plain_logits(model, tokens))

@@ -401,9 +401,3 @@ def test_spellings_of_a_compute_dtype(tmp_path):
     write_trace(tmp_path / "odd.safetensors", dataclasses.replace(golden, dtype="float7"))
     with pytest.raises(UserError, match="float7"):
         read_trace(tmp_path / "odd.safetensors")
-
-
-def test_spellings_of_layer_types_are_no_difference():
-    golden = read_trace(GOLDEN_TRACE)
-    config = golden.config.model_copy(update={"layer_types": list(golden.config.types)})
-    assert compare(golden, dataclasses.replace(golden, config=config)).config_differences == ()
