@@ -468,7 +468,7 @@ def test_companions_that_no_reader_can_use_are_refused(name, content, with_compa
         plan_conversion(with_companions, tmp_path / "a", "A", force=True)
 
 
-# What a reviewer broke
+# Ways in which it once broke
 
 
 def test_a_source_where_the_target_would_grow_is_left_alone(tmp_path):
