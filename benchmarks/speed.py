@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import ZayaConfig, ZayaForCausalLM
 
-from openzaya.checkpoint.native import config_to_json
+from openzaya.checkpoint.dialects import write_config
 from openzaya.kernels.allocator import reuse_freed_memory
 from openzaya.model.config import PRESETS, ModelConfig
 from openzaya.model.init import init_weights
@@ -43,7 +43,7 @@ def models(config: ModelConfig) -> tuple[Zaya, ZayaForCausalLM]:
     """Ours and the peer's, with the same weights."""
     ours = Zaya(config)
     init_weights(ours, 0)
-    peer = ZayaForCausalLM(ZayaConfig(**config_to_json(config)))
+    peer = ZayaForCausalLM(ZayaConfig(**write_config(config, "C")))
     peer.load_state_dict(ours.state_dict(), strict=False)
     return ours, peer
 
