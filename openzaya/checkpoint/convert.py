@@ -5,9 +5,9 @@ copied piece by piece from file to file, checked on its way (finite, and equal t
 neither side is ever in memory. All that can be known from headers is checked before the first byte
 is written (`plan.py`).
 
-The result is written beside its final place and renamed when complete. Until then it has no
-config.json, so nothing can take it for a checkpoint. Finished shards of an interrupted conversion
-are taken over by the next one, if source and plan are the same.
+The result is written beside its final place and renamed when complete. Its config.json is written
+last, so that nothing can take a part of it for a checkpoint. Finished shards of an interrupted
+conversion are taken over by the next one, if source and plan are the same.
 """
 
 from __future__ import annotations

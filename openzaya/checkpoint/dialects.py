@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
+from openzaya.checkpoint import legacy_config, native_config
 from openzaya.checkpoint.headers import no_duplicates
 from openzaya.checkpoint.tensors import Layout, has_layout
 from openzaya.checkpoint.weights import CONFIG
@@ -89,8 +90,6 @@ def describe(data: Any, where: str) -> Description:
         UserError: for another architecture, a switch that is not implemented, or values that are
             missing, disagree, or do not fit together.
     """
-    from openzaya.checkpoint import legacy_config, native_config
-
     if not isinstance(data, dict):
         raise UserError(f"{where} holds no table of settings.")
     data = {name: value for name, value in data.items() if value is not None}
@@ -175,8 +174,6 @@ def write_config(
     Raises:
         UserError: if the dialect cannot express the architecture.
     """
-    from openzaya.checkpoint import legacy_config, native_config
-
     if dialect == RECORD:
         return {"model_type": RECORD, RECORD: config.model_dump(mode="json")}
     if not is_zaya(config) or not has_layout(config, layout_of(dialect)):

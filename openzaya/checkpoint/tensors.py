@@ -310,18 +310,13 @@ def explain(dims: Iterable[str], config: ModelConfig) -> str:
 
 def guess_layout(names: Iterable[str]) -> tuple[Layout, str] | None:
     """Which layout the names of a checkpoint are in, with the name that shows it."""
-    native, legacy = (
-        [_pattern(template) for template in templates]
-        for templates in (
-            [row.native for row in BLOCK_ROWS if row.native != row.legacy],
-            [row.legacy for row in BLOCK_ROWS if row.legacy is not None],
-        )
-    )
+    native = {_pattern(row.native) for row in BLOCK_ROWS}
+    legacy = {_pattern(row.legacy) for row in BLOCK_ROWS if row.legacy is not None}
+    native, legacy = native - legacy, legacy - native  # both have an o_proj
     for name in names:
-        spelled = canonical(name)
-        if any(pattern.fullmatch(name) for pattern in native) and "o_proj" not in name:
+        if any(pattern.fullmatch(name) for pattern in native):
             return "native", name
-        if any(pattern.fullmatch(spelled) for pattern in legacy) and "o_proj" not in name:
+        if any(pattern.fullmatch(canonical(name)) for pattern in legacy):
             return "legacy", name
     return None
 
