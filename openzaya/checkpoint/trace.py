@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from openzaya.kernels.native.library import written_out
 from openzaya.model.attention import StandardAttention
 from openzaya.model.block import Block
 from openzaya.model.cca import CCAttention
@@ -131,7 +132,8 @@ def capture(model: Zaya, probe: Probe) -> dict[str, Tensor]:
         for b, block in enumerate(model.model.layers):
             assert isinstance(block, Block)
             _watch_block(watch, block, f"layers.{b}.", model.config)
-        output = model(tokens, positions, mask)
+        with written_out():
+            output = model(tokens, positions, mask)
     finally:
         watch.remove()
     compaction = compact(mask)  # what the model does with padding before its first layer
@@ -185,7 +187,11 @@ def _watch_block(watch: _Watch, block: Block, at: str, config: ModelConfig) -> N
         _watch_standard(watch, attention, at + "attention.")
     watch.before(attention.o_proj, watch.keep(at + "attention.context"))
     watch.after(attention, watch.keep(at + "attention.output"))
-    watch.before(block.post_attention_layernorm, watch.keep(at + "residual_attention"))
+    stream = at + "residual_attention"
+    merged = block.post_attention_residual_scale
+    watch.after(merged, lambda result: watch.found.update({stream: result[0]}))
+    # Where the stream is rounded between merge and norm, this comes later and holds.
+    watch.before(block.post_attention_layernorm, watch.keep(stream))
     watch.before(block.mlp.gate, watch.keep(at + "router.input"))
     _watch_experts(watch, block.mlp, at, config)
     watch.after(block, lambda result: watch.found.update({at + "residual_experts": result[0]}))

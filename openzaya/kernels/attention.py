@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from openzaya.kernels.native.library import TILE, kernels_for, library
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
@@ -29,6 +33,77 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = 
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2)
+
+
+def attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None
+) -> Tensor:
+    """Causal attention of whole rows, each token seeing its own document only.
+
+    On a CPU in bf16 blocks that no token of a tile sees are never computed, so packed short
+    documents cost less than a long one (`native/attention.c`). Elsewhere torch's kernels run, with
+    a mask [batch, seq, seq] where there are borders or a window.
+
+    Args:
+        q: [batch, heads, seq, head_dim].
+        k: [batch, kv_heads, seq, head_dim]; each serves heads / kv_heads query heads.
+        v: [batch, kv_heads, seq, head_dim].
+        starts: [batch, seq] int32, place in the row at which each token's document begins,
+            ascending; None if every row is one document.
+        window: tokens that a token sees, itself included; None sees all.
+
+    Returns:
+        [batch, seq, heads, head_dim].
+    """
+    if kernels_for(q) is not None and q.shape[-1] % TILE == 0:
+        return _NativeAttention.apply(q, k, v, starts, window or 0)
+    seq = q.shape[2]
+    mask = None
+    if starts is not None or (window is not None and window < seq):
+        place = torch.arange(seq, device=q.device)
+        mask = (place[None] <= place[:, None])[None]
+        if starts is not None:
+            mask = mask & (place >= starts[..., None])
+        if window is not None:
+            mask = mask & (place[None] > place[:, None] - window)
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, mask is None)
+
+
+class _NativeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int
+    ) -> Tensor:
+        lib = library()
+        assert lib is not None
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        batch, heads, seq, dim = q.shape
+        out = q.new_empty(batch, seq, heads, dim)
+        lse = q.new_empty(batch, heads, seq, dtype=torch.float32)
+        ctx.sizes = batch, heads, k.shape[1], seq, dim, window
+        lib.call("attention_forward", *ctx.sizes, q, k, v, starts, out, lse)
+        ctx.save_for_backward(q, k, v, starts, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        lib = library()
+        assert lib is not None
+        q, k, v, starts, out, lse = ctx.saved_tensors
+        results = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        lib.call(
+            "attention_backward",
+            *ctx.sizes,
+            q,
+            k,
+            v,
+            starts,
+            out,
+            lse,
+            grads[0].contiguous(),
+            *results,
+        )
+        return *results, None, None
 
 
 def attend_reference(

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from openzaya.kernels.native.library import TILE, kernels_for, library
+
 IGNORE = -100
 """Target of tokens that carry no loss."""
 
@@ -16,9 +18,11 @@ CHUNK = 1024
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed next-token cross-entropy of `hidden @ weight.T`, all in fp32.
+    """Summed next-token cross-entropy of `hidden @ weight.T`, sums, logits and softmax in fp32.
 
-    Logits of at most `CHUNK` tokens exist at a time; the gradient is formed in the same pass.
+    Logits of a few tokens exist at a time; the gradient is formed in the same pass. Hidden states
+    in bf16 are multiplied with the weight in bf16 on a CPU that has kernels for it, and with the
+    weight as it is elsewhere.
 
     Args:
         hidden: [tokens, width].
@@ -28,6 +32,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     Returns:
         Scalar fp32: the sum (not the mean) over tokens with a target, in nats.
     """
+    if kernels_for(hidden) is not None and hidden.shape[1] % TILE == 0 and hidden.shape[0]:
+        return _NativeLinearCrossEntropy.apply(hidden, weight, targets, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(hidden, weight, targets, torch.is_grad_enabled())
 
 
@@ -70,6 +76,47 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grads[0]
         return grad_hidden * scale, (grad_weight * scale).to(ctx.weight_dtype), None, None
+
+
+class _NativeLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grad_mode: bool
+    ) -> Tensor:
+        lib = library()
+        assert lib is not None
+        tokens, width = hidden.shape
+        vocab = weight.shape[0]
+        if bool((targets >= vocab).any()):
+            raise IndexError(f"a target lies outside the vocabulary of {vocab}")
+        loss = torch.empty(tokens)
+        needs_grad = grad_mode and any(ctx.needs_input_grad)
+        grad_hidden = torch.empty(tokens, width) if needs_grad else None
+        grad_weight = torch.empty(vocab, width) if needs_grad else None
+        lib.call(
+            "cross_entropy",
+            tokens,
+            vocab,
+            width,
+            hidden.contiguous(),
+            weight.detach().to(torch.bfloat16).contiguous(),
+            targets.contiguous(),
+            loss,
+            grad_hidden,
+            grad_weight,
+        )
+        if needs_grad:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.dtypes = hidden.dtype, weight.dtype
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = (
+            (saved * grads[0]).to(dtype)
+            for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
+        return grad_hidden, grad_weight, None, None
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from openzaya.kernels.native.library import TILE, kernels_for, library
+
 ROW_BUCKET = 64
 """Rows per expert are padded to a multiple of this: CPU matrix libraries build a new kernel for
 every shape they have not seen, which costs more than the padding."""
+
+STEP = SPREAD = 32
+"""How `native/experts.c` pads the columns that it keeps."""
 
 FEW_TOKENS = 64
 """Below this, as in decoding, a loop over the chosen experts beats sorting and padding."""
@@ -76,3 +83,88 @@ def experts(x: Tensor, index: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     y = F.grouped_mm(F.silu(gate) * up, down.to(x.dtype).transpose(1, 2), offs=offsets)
     y = F.pad(y, (0, 0, 0, buffer.shape[0] - y.shape[0]))
     return y.index_select(0, row)
+
+
+def mix_experts(
+    x: Tensor,
+    index: Tensor,
+    weight: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    skip_identity: bool,
+) -> Tensor:
+    """Every token's expert, times its routing weight.
+
+    Args:
+        x: [tokens, hidden].
+        index: [tokens] int64; values outside 0..experts-1 are the skip class.
+        weight: [tokens] fp32.
+        gate_up: [experts, 2 * inner, hidden], any dtype.
+        down: [experts, hidden, inner], any dtype.
+        skip_identity: whether the skip class gives x instead of zero.
+
+    Returns:
+        [tokens, hidden] in x's dtype.
+    """
+    aligned = all(n % TILE == 0 for n in down.shape[1:])
+    fp32 = gate_up.dtype == down.dtype == torch.float32
+    if kernels_for(x) is not None and aligned and fp32 and x.shape[0] >= FEW_TOKENS:
+        return _NativeExperts.apply(x, index, weight, gate_up, down, skip_identity)
+    out = experts(x, index, gate_up, down)
+    if skip_identity:
+        skipped = (index < 0) | (index >= gate_up.shape[0])
+        out = torch.where(skipped[:, None], x, out)
+    return (out * weight[:, None]).to(x.dtype)
+
+
+class _NativeExperts(torch.autograd.Function):
+    """`native/experts.c`: each expert's weights are narrowed as they are used, never as a whole."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        index: Tensor,
+        weight: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        skip_identity: bool,
+    ) -> Tensor:
+        lib = library()
+        assert lib is not None
+        x, weight = x.contiguous(), weight.contiguous()
+        tokens, hidden = x.shape
+        count, inner = down.shape[0], down.shape[2]
+        order = torch.empty(tokens, dtype=torch.int32)
+        begins = torch.empty(count + 1, dtype=torch.int32)
+        lib.call("sort_by_expert", tokens, count, index.contiguous(), order, begins)
+        ctx.sizes = tokens, hidden, inner, count, int(skip_identity)
+        operands = x, order, begins, weight, gate_up.contiguous(), down.contiguous()
+        columns = -(-tokens // STEP) * STEP + count * STEP + SPREAD
+        wide = x.new_empty(2 * inner, columns)
+        out = torch.empty_like(x)
+        lib.call("experts_forward", *ctx.sizes, *operands, wide, out)
+        ctx.save_for_backward(*operands, wide)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        lib = library()
+        assert lib is not None
+        *operands, wide = ctx.saved_tensors
+        x, _, _, weight, gate_up, down = operands
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        grad_gate_up = torch.empty_like(gate_up) if ctx.needs_input_grad[3] else None
+        grad_down = torch.empty_like(down) if ctx.needs_input_grad[4] else None
+        lib.call(
+            "experts_backward",
+            *ctx.sizes,
+            *operands,
+            wide,
+            grads[0].contiguous(),
+            grad_x,
+            grad_weight,
+            grad_gate_up,
+            grad_down,
+        )
+        return grad_x, None, grad_weight, grad_gate_up, grad_down, None

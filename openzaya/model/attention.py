@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from openzaya.kernels.attention import attend
+from openzaya.kernels.attention import attend, attend_documents
 from openzaya.model.config import LayerType, ModelConfig
 from openzaya.model.layers import Linear
 from openzaya.model.layout import Layout
@@ -35,7 +35,10 @@ class StandardAttention(nn.Module):
         )
         angles = layout.angles[self.layer_type]
         q, k = rotate(q.float(), angles).to(x.dtype), rotate(k.float(), angles).to(x.dtype)
-        if state is not None:
+        if state is None:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out = attend_documents(q, k, v, layout.starts, layout.windows[self.layer_type])
+        else:
             k, v = state.extend(k, v, layout.access[self.layer_type])
-        out = attend(q, k, v, layout.masks[self.layer_type], layout.causal[self.layer_type])
+            out = attend(q, k, v, layout.masks[self.layer_type], layout.causal[self.layer_type])
         return self.o_proj(out.flatten(2))

@@ -46,6 +46,12 @@ class Block(nn.Module):
             The new stream, and the routing with the state for the next layer.
         """
         out = self.self_attn(self.input_layernorm(stream, layout.dtype), layout, state)
-        stream = layout.settle(self.post_attention_residual_scale(out, stream))
-        out, routing = self.mlp(self.post_attention_layernorm(stream, layout.dtype), router_state)
-        return layout.settle(self.post_mlp_residual_scale(out, stream)), routing
+        if layout.residual_in_fp32:
+            stream, x = self.post_attention_residual_scale(
+                out, stream, self.post_attention_layernorm
+            )
+        else:
+            stream = layout.settle(self.post_attention_residual_scale(out, stream)[0])
+            x = self.post_attention_layernorm(stream, layout.dtype)
+        out, routing = self.mlp(x, router_state)
+        return layout.settle(self.post_mlp_residual_scale(out, stream)[0]), routing

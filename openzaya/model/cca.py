@@ -11,8 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openzaya.kernels.attention import attend
+from openzaya.kernels.attention import attend, attend_documents
+from openzaya.kernels.cca import has_kernel, latent_qkv
 from openzaya.kernels.norm import l2_normalize
+from openzaya.kernels.weights import linear
 from openzaya.model.config import LayerType, ModelConfig
 from openzaya.model.layers import Linear
 from openzaya.model.layout import Layout
@@ -120,6 +122,11 @@ class CCAProjection(nn.Module):
         out = out.view(heads, batch, seq, self.head_dim).permute(1, 2, 0, 3)
         return out[:, :, : self.heads], out[:, :, self.heads :]
 
+    def packed(self, x: Tensor) -> Tensor:
+        """Query, key and value latents of [batch, seq, hidden] side by side, in one product."""
+        layers = self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed
+        return linear(x, *(layer.weight for layer in layers))
+
     def _mean(self, q0: Tensor, k0: Tensor) -> tuple[Tensor, Tensor]:
         """Mean of query and key latents: (q + k)/2 per query head, its group mean per key head."""
         group = self.heads // self.kv_heads
@@ -171,11 +178,37 @@ class CCAttention(nn.Module):
 
     def forward(self, x: Tensor, layout: Layout, state: LayerState | None) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden]; updates `state`."""
+        if state is None:
+            q, k, v = self._whole(x, layout)
+            out = attend_documents(q, k, v, layout.starts, layout.windows[self.layer_type])
+            return self.o_proj(out.flatten(2))
+        q, k, v = self._operands(x, layout, state)
+        k, v = state.extend(k, v, layout.access[self.layer_type])
+        out = attend(q, k, v, layout.masks[self.layer_type], layout.causal[self.layer_type])
+        return self.o_proj(out.flatten(2))
+
+    def _operands(
+        self, x: Tensor, layout: Layout, state: LayerState | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, [batch, seq, heads or kv_heads, head_dim] in x's dtype."""
         q, k, v = self.qkv_proj(x, layout, state)
         q, k = self.qk_norm(q, k)
         angles = layout.angles[self.layer_type]
-        q, k = rotate(q, angles).to(x.dtype), rotate(k, angles).to(x.dtype)
-        if state is not None:
-            k, v = state.extend(k, v, layout.access[self.layer_type])
-        out = attend(q, k, v, layout.masks[self.layer_type], layout.causal[self.layer_type])
-        return self.o_proj(out.flatten(2))
+        return rotate(q, angles).to(x.dtype), rotate(k, angles).to(x.dtype), v
+
+    def _whole(self, x: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """The same of whole rows, heads before tokens; in one pass where there is a kernel."""
+        project = self.qkv_proj
+        taps = project.conv_qk_depthwise.taps, project.conv_qk_grouped.taps
+        if not has_kernel(x, project.head_dim, taps):
+            q, k, v = self._operands(x, layout, None)
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return latent_qkv(
+            project.packed(x),
+            (project.heads, project.kv_heads),
+            layout.places,
+            (project.conv_qk_depthwise.weight, project.conv_qk_depthwise.bias),
+            (project.conv_qk_grouped.weight, project.conv_qk_grouped.bias),
+            self.qk_norm.temp,
+            layout.angles[self.layer_type],
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openzaya.kernels.experts import experts
+from openzaya.kernels.experts import mix_experts
 from openzaya.model.config import ModelConfig
 from openzaya.model.router import LinearRouter, Routing, ZayaRouter
 
@@ -18,10 +18,20 @@ class Experts(nn.Module):
         count, inner = config.num_experts, config.moe_intermediate_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(count, config.hidden_size, inner))
+        self.skip_identity = config.skip_expert == "identity"
 
-    def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        """[tokens, hidden], [tokens] -> [tokens, hidden]; zero for the skip class."""
-        return experts(x, index, self.gate_up_proj, self.down_proj)
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        """The chosen expert's output, times its weight.
+
+        Args:
+            x: [tokens, hidden].
+            index: [tokens] int64; the skip class gives zero, or x.
+            weight: [tokens] fp32.
+
+        Returns:
+            [tokens, hidden] in x's dtype.
+        """
+        return mix_experts(x, index, weight, self.gate_up_proj, self.down_proj, self.skip_identity)
 
 
 class MixtureOfExperts(nn.Module):
@@ -32,8 +42,6 @@ class MixtureOfExperts(nn.Module):
         router = ZayaRouter if config.router == "zaya" else LinearRouter
         self.gate = router(config, first)
         self.experts = Experts(config)
-        self.skip_class = config.num_experts
-        self.skip_identity = config.skip_expert == "identity"
 
     def forward(self, x: Tensor, previous: Tensor | None) -> tuple[Tensor, Routing]:
         """Mix [batch, seq, hidden].
@@ -45,7 +53,5 @@ class MixtureOfExperts(nn.Module):
             [batch, seq, hidden] in x's dtype, and the routing.
         """
         routing = self.gate(x, previous)
-        out = self.experts(x.flatten(0, 1), routing.chosen.flatten()).view_as(x)
-        if self.skip_identity:
-            out = torch.where((routing.chosen == self.skip_class)[..., None], x, out)
-        return (out * routing.weight[..., None]).to(x.dtype), routing
+        out = self.experts(x.flatten(0, 1), routing.chosen.flatten(), routing.weight.flatten())
+        return out.view_as(x), routing

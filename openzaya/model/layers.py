@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from openzaya.kernels.norm import rms_norm
+from openzaya.kernels.weights import linear
 
 
 class Linear(nn.Linear):
@@ -17,8 +17,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        out = linear(x, self.weight)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
 class RMSNorm(nn.Module):

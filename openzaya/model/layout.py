@@ -8,7 +8,7 @@ restarts at zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,10 +26,14 @@ class Layout:
         positions: [batch, seq] position of each token within its document.
         lengths: real tokens of each row, or None when no row is padded.
         packed: rows may hold several documents, or `positions` were given.
-        masks: per layer type, [batch, seq, keys] boolean or None (see `causal`).
-        causal: per layer type, whether the plain causal mask applies.
+        starts: [batch, seq] int32, place in the row at which each token's document begins; None
+            where every row is one document.
+        places: [batch, seq] int32, the positions; None as `starts`.
+        windows: per layer type, tokens that a token sees, itself included; None is all.
         angles: per layer type, RoPE cosine and sine.
-        access: per layer type, how the state's buffers are used; empty without a state.
+        masks: with a state, per layer type, [batch, seq, keys] boolean or None (see `causal`).
+        causal: with a state, per layer type, whether the plain causal mask applies.
+        access: with a state, per layer type, how its buffers are used.
         dtype: compute dtype of matrix products.
         residual_in_fp32: whether the residual stream keeps its precision between sub-layers.
     """
@@ -37,12 +41,15 @@ class Layout:
     positions: Tensor
     lengths: list[int] | None
     packed: bool
-    masks: dict[LayerType, Tensor | None]
-    causal: dict[LayerType, bool]
-    angles: dict[LayerType, tuple[Tensor, Tensor]]
-    access: dict[LayerType, Access]
+    starts: Tensor | None
+    places: Tensor | None
     dtype: torch.dtype
     residual_in_fp32: bool
+    windows: dict[LayerType, int | None] = field(default_factory=dict)
+    angles: dict[LayerType, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    masks: dict[LayerType, Tensor | None] = field(default_factory=dict)
+    causal: dict[LayerType, bool] = field(default_factory=dict)
+    access: dict[LayerType, Access] = field(default_factory=dict)
 
     @property
     def real(self) -> Tensor | None:
@@ -122,29 +129,39 @@ def build_layout(
     slots = torch.tensor(before, device=device)[:, None] + column
     if positions is None:
         positions = slots - torch.tensor(starts, device=device)[:, None]
-    layout = Layout(positions, lengths, packed, {}, {}, {}, {}, dtype, config.residual_in_fp32)
+    begins = slots - positions
+    layout = Layout(
+        positions,
+        lengths,
+        packed,
+        begins.clamp_min(0).int().contiguous() if packed else None,
+        positions.int().contiguous() if packed else None,
+        dtype,
+        config.residual_in_fp32,
+    )
     fresh = not any(before)
     for layer_type in set(config.types):
         layout.angles[layer_type] = rotary_angles(
             positions, config.rotary_dim, config.theta(layer_type)
         )
-        window = config.window(layer_type)
-        if state is not None:
-            layout.access[layer_type] = state.access(layer_type, seq, new_lengths)
+        window = layout.windows[layer_type] = config.window(layer_type)
+        if state is None:
+            continue
+        layout.access[layer_type] = state.access(layer_type, seq, new_lengths)
         uniform = len(set(before)) == 1 and len(set(new_lengths)) == 1
         narrow = window is not None and max(before) + seq > window
         if fresh and not packed and not narrow:
             layout.masks[layer_type], layout.causal[layer_type] = None, True
-            if state is not None:  # right-padded rows: real queries see no padding by causality
-                layout.access[layer_type].write_first = False
-                layout.access[layer_type].readable = 0
+            # Right-padded rows: real queries see no padding by causality.
+            layout.access[layer_type].write_first = False
+            layout.access[layer_type].readable = 0
             continue
         layout.causal[layer_type] = False
         if seq == 1 and uniform and not packed and not narrow and not any(starts):
             layout.masks[layer_type] = None  # everything stored is visible
             continue
-        key_slots = layout.access[layer_type].key_slots if state is not None else slots
-        layout.masks[layer_type] = _visible(slots, key_slots, slots - positions, window)
+        key_slots = layout.access[layer_type].key_slots
+        layout.masks[layer_type] = _visible(slots, key_slots, begins, window)
     return layout
 
 

@@ -9,8 +9,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from openzaya.kernels.norm import merge, merge_norm
+from openzaya.model.layers import RMSNorm
 
-class ResidualScaling(nn.Module):
+
+class Merge(nn.Module):
+    """bias + stream * a_r + output * a_h, with coefficients that a kind of residual defines."""
+
+    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """bias, a_r and a_h, [hidden] each."""
+        raise NotImplementedError
+
+    def forward(
+        self, output: Tensor, stream: Tensor, norm: RMSNorm | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Merge, and normalise in the same pass.
+
+        Args:
+            output: [batch, seq, hidden] of a sub-layer, any dtype.
+            stream: [batch, seq, hidden] fp32.
+            norm: that the next sub-layer begins with.
+
+        Returns:
+            The new stream in fp32, and its norm in the dtype of `output` if one is given.
+        """
+        if norm is None:
+            return merge(stream, output, *self.coefficients()), None
+        return merge_norm(stream, output, *self.coefficients(), norm.weight, norm.eps)
+
+
+class ResidualScaling(Merge):
     """(stream + b_r) * a_r + (output + b_h) * a_h."""
 
     def __init__(self, width: int) -> None:
@@ -20,25 +48,31 @@ class ResidualScaling(nn.Module):
         self.residual_scale = nn.Parameter(torch.ones(width))
         self.residual_bias = nn.Parameter(torch.zeros(width))
 
-    def forward(self, output: Tensor, stream: Tensor) -> Tensor:
-        """[batch, seq, hidden] output of any dtype, fp32 stream -> fp32 stream."""
-        # Multiplied out, so that each stream is passed over once.
-        biases = (
+    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Multiplied out, so that both biases are one."""
+        bias = (
             self.hidden_states_bias * self.hidden_states_scale
             + self.residual_bias * self.residual_scale
         )
-        stream = torch.addcmul(biases.float(), stream, self.residual_scale.float())
-        return torch.addcmul(stream, output.float(), self.hidden_states_scale.float())
+        return bias, self.residual_scale, self.hidden_states_scale
 
 
-class PlainResidual(nn.Module):
+class PlainResidual(Merge):
     """stream + output: the baseline that residual scaling is measured by."""
 
-    def forward(self, output: Tensor, stream: Tensor) -> Tensor:
-        """[batch, seq, hidden] output of any dtype, fp32 stream -> fp32 stream."""
-        return output.float() + stream
+    zero: Tensor
+    one: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("zero", torch.zeros(width), persistent=False)
+        self.register_buffer("one", torch.ones(width), persistent=False)
+
+    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """No bias, no scales."""
+        return self.zero, self.one, self.one
 
 
-def residual(kind: str, width: int) -> nn.Module:
+def residual(kind: str, width: int) -> Merge:
     """The merge that a configuration names."""
-    return ResidualScaling(width) if kind == "scaled" else PlainResidual()
+    return ResidualScaling(width) if kind == "scaled" else PlainResidual(width)

@@ -25,7 +25,8 @@ from openzaya.checkpoint.trace_file import (
     write_trace,
 )
 from openzaya.errors import UserError
-from openzaya.kernels.attention import attend
+from openzaya.kernels.attention import attend_documents
+from openzaya.kernels.native.library import written_out
 from openzaya.model.config import PRESETS
 from openzaya.model.init import init_weights
 from openzaya.model.layout import build_layout
@@ -150,7 +151,9 @@ def test_stages_that_are_computed_again_are_those_of_the_forward(changes, dtype)
         at = f"layers.{b}.attention."
         q, k, v = found[at + "q_rotated"], found[at + "k_rotated"], found[at + "v"]
         assert q.dtype == dtype
-        out = attend(q, k, v, layout.masks[kind], layout.causal[kind]).flatten(2)
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        with written_out():
+            out = attend_documents(*heads_first, layout.starts, layout.windows[kind]).flatten(2)
         assert torch.equal(out, found[at + "context"])
         if config.attention == "standard":
             continue
