@@ -138,6 +138,11 @@ class RunConfig(_Section):
     """Precision, checkpoints, evaluation and logging of a run."""
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    recompute: Literal["none", "attention", "experts", "full"] = Field(
+        "none",
+        description="Activations that are computed again for the backward pass instead of being "
+        "kept: of one kind of sub-layer, or of whole layers. Less memory, same gradients.",
+    )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads; 0 leaves torch's choice.")
     device: str = Field(
         "auto",

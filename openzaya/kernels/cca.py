@@ -86,13 +86,14 @@ class _LatentQKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lib = library()
         assert lib is not None
-        packed, _, *small, _, _ = ctx.saved_tensors
+        operands = ctx.saved_tensors
+        packed, _, *small, _, _ = operands
         grad_packed = torch.empty_like(packed)
         grad_small = [torch.empty_like(t) for t in small]
         lib.call(
             "cca_backward",
             *ctx.sizes,
-            *ctx.saved_tensors,
+            *operands,
             L2_FLOOR,
             *(g.contiguous() for g in grads),
             grad_packed,

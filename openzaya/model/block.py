@@ -10,6 +10,7 @@ from openzaya.model.config import ModelConfig
 from openzaya.model.experts import MixtureOfExperts
 from openzaya.model.layers import RMSNorm
 from openzaya.model.layout import Layout
+from openzaya.model.recompute import Recompute, twice, twice_routed
 from openzaya.model.residual import residual
 from openzaya.model.router import Routing
 from openzaya.model.state import LayerState
@@ -35,17 +36,25 @@ class Block(nn.Module):
         router_state: Tensor | None,
         layout: Layout,
         state: LayerState | None,
+        chosen: Tensor | None = None,
+        recompute: Recompute = "none",
     ) -> tuple[Tensor, Routing]:
         """Advance the residual stream by one layer.
 
         Args:
             stream: [batch, seq, hidden] fp32.
             router_state: [batch, seq, router_hidden] fp32 of the layer below, None in the first.
+            chosen: [batch, seq] experts to take instead of the router's choice.
+            recompute: the sub-layer that keeps nothing for the backward.
 
         Returns:
             The new stream, and the routing with the state for the next layer.
         """
-        out = self.self_attn(self.input_layernorm(stream, layout.dtype), layout, state)
+        x = self.input_layernorm(stream, layout.dtype)
+        if recompute == "attention":
+            out = twice(self.self_attn, x, layout, state)
+        else:
+            out = self.self_attn(x, layout, state)
         if layout.residual_in_fp32:
             stream, x = self.post_attention_residual_scale(
                 out, stream, self.post_attention_layernorm
@@ -53,5 +62,8 @@ class Block(nn.Module):
         else:
             stream = layout.settle(self.post_attention_residual_scale(out, stream)[0])
             x = self.post_attention_layernorm(stream, layout.dtype)
-        out, routing = self.mlp(x, router_state)
+        if recompute == "experts":
+            out, routing = twice_routed(self.mlp, x, router_state)
+        else:
+            out, routing = self.mlp(x, router_state, chosen)
         return layout.settle(self.post_mlp_residual_scale(out, stream)[0]), routing

@@ -43,15 +43,18 @@ class MixtureOfExperts(nn.Module):
         self.gate = router(config, first)
         self.experts = Experts(config)
 
-    def forward(self, x: Tensor, previous: Tensor | None) -> tuple[Tensor, Routing]:
+    def forward(
+        self, x: Tensor, previous: Tensor | None, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Routing]:
         """Mix [batch, seq, hidden].
 
         Args:
             previous: router state of the layer below, or None in the first layer.
+            chosen: [batch, seq] classes to take instead of the router's choice.
 
         Returns:
             [batch, seq, hidden] in x's dtype, and the routing.
         """
-        routing = self.gate(x, previous)
+        routing = self.gate(x, previous, chosen)
         out = self.experts(x.flatten(0, 1), routing.chosen.flatten(), routing.weight.flatten())
         return out.view_as(x), routing

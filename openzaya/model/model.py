@@ -11,9 +11,10 @@ from openzaya.kernels.cross_entropy import linear_cross_entropy
 from openzaya.model.block import Block
 from openzaya.model.config import ModelConfig
 from openzaya.model.layers import RMSNorm
-from openzaya.model.layout import build_layout, compact
+from openzaya.model.layout import Layout, build_layout, compact
+from openzaya.model.recompute import Recompute, twice_routed
 from openzaya.model.router import Routing
-from openzaya.model.state import SequenceState
+from openzaya.model.state import LayerState, SequenceState
 
 _HEAD_ROWS = 16_384
 """Rows of a low-precision LM head that are widened to fp32 at once."""
@@ -66,12 +67,16 @@ class Zaya(nn.Module):
     Args:
         config: the architecture.
         compute_dtype: dtype of matrix products; everything in `precision.py` stays fp32.
+
+    Attributes:
+        recompute: what a forward computes again for the backward instead of keeping it.
     """
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
+        self.recompute: Recompute = "none"
         self.model = Backbone(config)
         self.lm_head = (
             None
@@ -157,7 +162,7 @@ class Zaya(nn.Module):
         router_state = None
         for i, block in enumerate(self.model.layers):
             layer_state = None if state is None else state.layers[i]
-            stream, routing = block(stream, router_state, layout, layer_state)
+            stream, routing = self._layer(block, stream, router_state, layout, layer_state)
             router_state = routing.state
             chosen = routing.chosen if real is None else routing.chosen[real]
             loads.append(torch.bincount(chosen.flatten(), minlength=classes))
@@ -169,6 +174,29 @@ class Zaya(nn.Module):
         if compaction is not None:
             hidden = compaction.restore(hidden)
         return Output(hidden, torch.stack(loads), routings if with_routing else None)
+
+    def _layer(
+        self,
+        block: nn.Module,
+        stream: Tensor,
+        router_state: Tensor | None,
+        layout: Layout,
+        state: LayerState | None,
+    ) -> tuple[Tensor, Routing]:
+        recompute = self.recompute if torch.is_grad_enabled() else "none"
+        if recompute != "full":
+            result: tuple[Tensor, Routing] = block(
+                stream, router_state, layout, state, recompute=recompute
+            )
+            return result
+
+        def run(
+            stream: Tensor, router_state: Tensor | None, chosen: Tensor | None
+        ) -> tuple[Tensor, Routing]:
+            result: tuple[Tensor, Routing] = block(stream, router_state, layout, None, chosen)
+            return result
+
+        return twice_routed(run, stream, router_state)
 
     @staticmethod
     def _advance(

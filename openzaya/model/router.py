@@ -39,9 +39,10 @@ class Routing(NamedTuple):
     state: Tensor | None
 
 
-def _choose(logits: Tensor, biases: Tensor, state: Tensor | None) -> Routing:
+def _choose(logits: Tensor, biases: Tensor, state: Tensor | None, chosen: Tensor | None) -> Routing:
     probabilities = logits.softmax(-1)
-    chosen = (probabilities.detach() + biases).argmax(-1)
+    if chosen is None:
+        chosen = (probabilities.detach() + biases).argmax(-1)
     weight = probabilities.gather(-1, chosen[..., None]).squeeze(-1)
     return Routing(chosen, weight, probabilities, state)
 
@@ -89,13 +90,19 @@ class ZayaRouter(nn.Module):
         self.router_mlp = RouterMLP(config)
         self.register_buffer("balancing_biases", initial_biases(config))
 
-    def forward(self, x: Tensor, previous: Tensor | None) -> Routing:
-        """Route [batch, seq, hidden], given the layer below's state [batch, seq, router_hidden]."""
+    def forward(self, x: Tensor, previous: Tensor | None, chosen: Tensor | None = None) -> Routing:
+        """Route [batch, seq, hidden].
+
+        Args:
+            previous: the layer below's state [batch, seq, router_hidden].
+            chosen: [batch, seq] classes to take instead of choosing (replay); weights and
+                gradients are still those of the probabilities.
+        """
         state = self.down_proj(x.float())
         if self.router_states_scale is not None:
             assert previous is not None
             state = state + self.router_states_scale * previous
-        return _choose(self.router_mlp(state), self.balancing_biases, state)
+        return _choose(self.router_mlp(state), self.balancing_biases, state, chosen)
 
 
 class LinearRouter(nn.Module):
@@ -108,6 +115,6 @@ class LinearRouter(nn.Module):
         self.out_proj = Linear(config.hidden_size, config.num_router_classes)
         self.register_buffer("balancing_biases", initial_biases(config))
 
-    def forward(self, x: Tensor, previous: Tensor | None) -> Routing:
-        """Route [batch, seq, hidden]; there is no state to average."""
-        return _choose(self.out_proj(x.float()), self.balancing_biases, None)
+    def forward(self, x: Tensor, previous: Tensor | None, chosen: Tensor | None = None) -> Routing:
+        """As `ZayaRouter.forward`; there is no state to average."""
+        return _choose(self.out_proj(x.float()), self.balancing_biases, None, chosen)

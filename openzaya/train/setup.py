@@ -87,6 +87,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
         )
     _check_evaluation(recipe, plan)
     model = _model(recipe, folder, start)
+    model.recompute = recipe.run.recompute
     state = TrainState.create(model.to(device), recipe)
     _check_room(state, recipe, folder)
     _check_sources(plan, folder, claimed)
