@@ -40,9 +40,9 @@ def attend_documents(
 ) -> Tensor:
     """Causal attention of whole rows, each token seeing its own document only.
 
-    On a CPU in bf16 blocks that no token of a tile sees are never computed, so packed short
-    documents cost less than a long one (`native/attention.c`). Elsewhere torch's kernels run, with
-    a mask [batch, seq, seq] where there are borders or a window.
+    Keys that a token does not see cost nothing on a CPU in bf16 (`native/attention.c`) and in half
+    precision on a GPU (torch's flash attention over documents of any length). Elsewhere a mask
+    [batch, seq, seq] is made where there are borders or a window.
 
     Args:
         q: [batch, heads, seq, head_dim].
@@ -58,8 +58,11 @@ def attend_documents(
     if kernels_for(q) is not None and q.shape[-1] % TILE == 0:
         return _NativeAttention.apply(q, k, v, starts, window or 0)
     seq = q.shape[2]
+    narrow = window is not None and window < seq
+    if q.is_cuda and q.dtype != torch.float32 and (starts is not None or narrow):
+        return _attend_varlen(q, k, v, starts, window)
     mask = None
-    if starts is not None or (window is not None and window < seq):
+    if starts is not None or narrow:
         place = torch.arange(seq, device=q.device)
         mask = (place[None] <= place[:, None])[None]
         if starts is not None:
@@ -67,6 +70,46 @@ def attend_documents(
         if window is not None:
             mask = mask & (place[None] > place[:, None] - window)
     return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, mask is None)
+
+
+def document_borders(starts: Tensor) -> tuple[Tensor, int]:
+    """Where the documents of a batch begin when its rows are laid end to end.
+
+    Args:
+        starts: [batch, seq] as in `attend_documents`.
+
+    Returns:
+        Ascending places int32 [documents + 1], the last one being batch * seq; and the length of
+        the longest document.
+    """
+    first = starts == torch.arange(starts.shape[1], device=starts.device)
+    first[:, 0] = True
+    end = torch.tensor([starts.numel()], device=starts.device)
+    borders = torch.cat([first.flatten().nonzero().squeeze(1), end])
+    return borders.int(), int(borders.diff().max())
+
+
+def _attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, seq, dim = q.shape
+    if starts is None:
+        starts = torch.zeros(batch, seq, dtype=torch.int32, device=q.device)
+    borders, longest = document_borders(starts)
+    flat = (x.transpose(1, 2).reshape(batch * seq, -1, dim) for x in (q, k, v))
+    out = varlen_attn(
+        *flat,
+        borders,
+        borders,
+        longest,
+        longest,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=heads != k.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out.view(batch, seq, heads, dim)
 
 
 class _NativeAttention(torch.autograd.Function):

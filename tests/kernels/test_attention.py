@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
-from openzaya.kernels.attention import attend, attend_reference
+from openzaya.kernels.attention import (
+    attend,
+    attend_documents,
+    attend_reference,
+    document_borders,
+)
 from tests.oracle import relative_error
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -102,3 +107,23 @@ def test_a_row_that_sees_nothing_spoils_no_other():
     assert torch.allclose(out[seeing], expected[seeing], atol=1e-6)
     out[seeing].sum().backward()
     assert all(bool(x.grad.isfinite().all()) for x in (q, k, v))
+
+
+def test_document_borders():
+    """Two rows: documents of 3 and 2 tokens, then one of 1 and one of 4."""
+    starts = torch.tensor([[0, 0, 0, 3, 3], [0, 1, 1, 1, 1]], dtype=torch.int32)
+    borders, longest = document_borders(starts)
+    assert borders.tolist() == [0, 3, 5, 6, 10]
+    assert longest == 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention runs on GPUs only")
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_on_a_gpu(window):
+    """Oracle: fp32 on the CPU."""
+    q, k, v = (torch.randn(2, heads, 8, 32) for heads in (4, 2, 2))
+    starts = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 7]], dtype=torch.int32)
+    expected = attend_documents(q, k, v, starts, window)
+    low = (x.cuda().bfloat16() for x in (q, k, v))
+    found = attend_documents(*low, starts.cuda(), window)
+    assert float((found.float().cpu() - expected).abs().max()) < 0.05
