@@ -98,15 +98,11 @@ def _attend_varlen(
     if starts is None:
         starts = torch.zeros(batch, seq, dtype=torch.int32, device=q.device)
     borders, longest = document_borders(starts)
-    flat = (x.transpose(1, 2).reshape(batch * seq, -1, dim) for x in (q, k, v))
+    grouped = heads != k.shape[1]
+    q, k, v = (x.transpose(1, 2).reshape(batch * seq, -1, dim) for x in (q, k, v))
+    sight = (-1 if window is None else window - 1, 0)
     out = varlen_attn(
-        *flat,
-        borders,
-        borders,
-        longest,
-        longest,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=heads != k.shape[1],
+        q, k, v, borders, borders, longest, longest, window_size=sight, enable_gqa=grouped
     )
     assert isinstance(out, Tensor)
     return out.view(batch, seq, heads, dim)
