@@ -97,11 +97,11 @@ class Worker:
     """A process of its own that holds one model and trains it on request.
 
     Attributes:
-        imports_mib: its size before there was a model.
+        start_mib: its size after all imports and a step of a tiny model: code, not data.
     """
 
     def __init__(self, job: Job) -> None:
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in __exit__)
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("worker.py")), job.model_dump_json()],
             env={**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": str(job.threads)},
@@ -110,7 +110,7 @@ class Worker:
             stderr=self._log,
             text=True,
         )
-        self.imports_mib: float = self._answer()["imports_mib"]
+        self.start_mib: float = self._answer()["start_mib"]
 
     def ask(self, what: str, count: int = 1) -> dict[str, Any]:
         """Have something done and measured; see `worker.py` for what there is.
@@ -151,14 +151,14 @@ class Measured:
     Attributes:
         rounds: per turn and step, the seconds of each of `PARTS`.
         losses: of every step, uncounted ones included, since the model was made.
-        peak_mib: largest size of the process, beyond what it had after its imports.
-        imports_mib: that.
+        peak_mib: largest size of the process, beyond what it had without this model.
+        start_mib: that: after all imports and a step of a tiny model.
     """
 
     rounds: list[list[list[float]]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_mib: float = 0.0
-    imports_mib: float = 0.0
+    start_mib: float = 0.0
 
     def take(self, worker: Worker, steps: int, warmup: int = 0) -> None:
         """One turn of `steps` steps, after `warmup` that are not counted."""
@@ -166,8 +166,8 @@ class Measured:
         answers.append(worker.ask("steps", steps))
         self.losses += [loss for answer in answers for loss in answer["losses"]]
         self.rounds.append(answers[-1]["parts"])
-        self.imports_mib = worker.imports_mib
-        self.peak_mib = max(self.peak_mib, answers[-1]["peak_mib"] - worker.imports_mib)
+        self.start_mib = worker.start_mib
+        self.peak_mib = max(self.peak_mib, answers[-1]["peak_mib"] - worker.start_mib)
 
     @property
     def parts(self) -> list[float]:
@@ -191,7 +191,7 @@ class Measured:
         return statistics.median(sum(step[:-1]) for turn in self.rounds for step in turn)
 
     def ratio_to(self, other: Measured) -> float:
-        """Seconds over the other's, turn by turn, so that both saw the same state of the machine."""
+        """Seconds over the other's, turn by turn: both saw the same state of the machine."""
         pairs = zip(self.rounds, other.rounds, strict=True)
         return statistics.median(
             statistics.median(map(sum, mine)) / statistics.median(map(sum, theirs))
@@ -206,16 +206,8 @@ class Measured:
             "parts": dict(zip(PARTS, self.parts, strict=True)),
             "losses": self.losses,
             "peak_mib": self.peak_mib,
-            "imports_mib": self.imports_mib,
+            "start_mib": self.start_mib,
         }
-
-
-def measure(job: Job, steps: int, warmup: int = 2) -> Measured:
-    """One job alone, in a new process."""
-    result = Measured()
-    with Worker(job) as worker:
-        result.take(worker, steps, warmup)
-    return result
 
 
 def alternate(

@@ -35,7 +35,7 @@ from rich.console import Console
 
 from openzaya.model.accounting import count_parameters
 
-OURS = "openzaya, bf16"
+OURS = "openzaya bf16"
 TOLERANCE = 2e-2
 """In nats, between the first losses of both sides."""
 
@@ -44,8 +44,8 @@ def our_jobs(job: Job) -> dict[str, Job]:
     """Our settings; the first is what all others are compared with."""
     return {
         OURS: job,
-        "openzaya, bf16, recompute": job.model_copy(update={"recompute": "full"}),
-        "openzaya, fp32": job.model_copy(update={"dtype": "fp32"}),
+        "openzaya bf16 recompute": job.model_copy(update={"recompute": "full"}),
+        "openzaya fp32": job.model_copy(update={"dtype": "fp32"}),
     }
 
 
@@ -55,7 +55,7 @@ def peer_jobs(job: Job, compiled: bool) -> dict[str, Job]:
     for compile_ in (False, True) if compiled else (False,):
         for experts in ("grouped_mm", "eager"):
             for dtype in ("fp32", "bf16"):
-                name = f"{experts}, {dtype}" + (", compiled" if compile_ else "")
+                name = f"{experts} {dtype}" + (" compiled" if compile_ else "")
                 changed = {"side": "peer", "experts": experts, "dtype": dtype, "compiled": compile_}
                 jobs[name] = job.model_copy(update=changed)
     return jobs
@@ -100,7 +100,7 @@ def compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         [turn for m in base for turn in m.rounds],
         base[0].losses,
         statistics.median(m.peak_mib for m in base),
-        base[0].imports_mib,
+        base[0].start_mib,
     )
     with Worker(job) as worker:
         worker.ask("steps", args.warmup)
@@ -148,18 +148,21 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"{result['active'] / 1e6:.1f}M active, {result['batch']} x {result['context']} tokens, "
         f"{result['threads']} threads"
     )
-    columns = ("setting", "tokens/s", "step ms", "min-max", "peak MiB", "time / ours")
+    columns = ("setting", "tokens/s", "step ms", "min-max", "peak MiB", "ratio")
     console.print(table(title, columns, lines))
-    imports = {
+    starts = {
         side: max(
-            row["imports_mib"]
+            row["start_mib"]
             for name, row in result["rows"].items()
-            if "imports_mib" in row and name.startswith("openzaya") == (side == "ours")
+            if "start_mib" in row and name.startswith("openzaya") == (side == "ours")
         )
         for side in (("ours", "the peer's") if result["best_peer"] else ("ours",))
     }
-    sizes = ", ".join(f"{mib:,.0f} MiB {side}" for side, mib in imports.items())
-    console.print(f"peak MiB is beyond what the process has after its imports ({sizes})")
+    sizes = ", ".join(f"{mib:,.0f} MiB {side}" for side, mib in starts.items())
+    console.print(
+        "ratio is the step's time over ours in the same turns; peak MiB is beyond what the\n"
+        f"process takes with a tiny model ({sizes})"
+    )
     if result["best_peer"]:
         console.print(
             f"{result['ratio_to_best_peer']:.2f} times as fast as the peer's best setting "

@@ -2,8 +2,8 @@
 
     python benchmarks/worker.py JOB
 
-JOB is a `common.Job` as JSON. First comes a line with the size of the process after its imports.
-Then every line on stdin is answered with one of JSON:
+JOB is a `common.Job` as JSON. First comes a line with the size of the process after a step of a tiny
+model, that is, with all code loaded. Then every line on stdin is answered with one of JSON:
 
     steps N     train N steps on new batches: seconds of each part, losses, largest size so far
     profile N   the operations that N steps spend most time in
@@ -27,6 +27,7 @@ from common import Job
 from torch import Tensor, nn
 
 from openzaya.kernels.allocator import reuse_freed_memory
+from openzaya.model.config import PRESETS
 from openzaya.model.init import init_weights
 from openzaya.model.model import Zaya
 
@@ -48,9 +49,12 @@ def ours(job: Job) -> tuple[nn.Module, Body, Head]:
 
 def peer(job: Job) -> tuple[nn.Module, Body, Head]:
     """The same of `transformers` with our weights; its head computes the whole loss."""
-    from transformers import ZayaForCausalLM
+    from transformers import ZayaConfig, ZayaForCausalLM
 
-    config = peer_config(job)
+    from openzaya.checkpoint.dialects import write_config
+
+    config = ZayaConfig(**write_config(job.config, "C"))
+    config._experts_implementation = job.experts
     weights, _, _ = ours(job)
     model = ZayaForCausalLM(config)
     loaded = model.load_state_dict(weights.state_dict(), strict=False)
@@ -66,17 +70,6 @@ def peer(job: Job) -> tuple[nn.Module, Body, Head]:
         return result
 
     return model, lambda tokens: tokens, head
-
-
-def peer_config(job: Job) -> Any:
-    """The peer's configuration of the same model."""
-    from transformers import ZayaConfig
-
-    from openzaya.checkpoint.dialects import write_config
-
-    config = ZayaConfig(**write_config(job.config, "C"))
-    config._experts_implementation = job.experts
-    return config
 
 
 class Training:
@@ -163,16 +156,16 @@ def largest_size() -> float:
 
 def main() -> None:
     """Answer until stdin ends."""
+    with contextlib.suppress(OSError):  # where memory runs out, we go, and nobody else
+        Path("/proc/self/oom_score_adj").write_text("1000")
     answers = sys.stdout
     sys.stdout = sys.stderr  # what libraries print
     job = Job.model_validate_json(sys.argv[1])
     reuse_freed_memory()
     torch.set_num_threads(job.threads)
-    if job.side == "peer":
-        import transformers.models.zaya.modeling_zaya  # noqa: F401
-
-        peer_config(job)
-    print(json.dumps({"imports_mib": largest_size()}), file=answers, flush=True)
+    tiny = {"config": PRESETS["tiny"], "batch": 1, "context": 64, "compiled": False}
+    Training(job.model_copy(update=tiny)).step()
+    print(json.dumps({"start_mib": largest_size()}), file=answers, flush=True)
     training = Training(job)
     for line in sys.stdin:
         what, count = line.split()
