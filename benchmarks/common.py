@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -262,7 +263,7 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 def figure(path: Path | None, panels: int, console: Console) -> tuple[Any, list[Any]] | None:
-    """A matplotlib figure with panels side by side, or None if none is wanted or can be drawn."""
+    """A matplotlib figure and its panels, or None if none is wanted or can be drawn."""
     if path is None:
         return None
     try:
@@ -270,6 +271,10 @@ def figure(path: Path | None, panels: int, console: Console) -> tuple[Any, list[
     except ImportError:
         console.print(f"{path} is not drawn: it needs matplotlib (pip install 'openzaya[plot]')")
         return None
-    drawing = Figure(figsize=(5 * panels, 4), layout="constrained")
-    axes = drawing.subplots(1, panels, squeeze=False)
-    return drawing, list(axes[0])
+    columns = min(panels, 3)
+    rows = math.ceil(panels / columns)
+    drawing = Figure(figsize=(5 * columns, 4 * rows), layout="constrained")
+    axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes[panels:]:
+        axis.remove()
+    return drawing, axes[:panels]

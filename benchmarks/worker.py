@@ -2,8 +2,8 @@
 
     python benchmarks/worker.py JOB
 
-JOB is a `common.Job` as JSON. First comes a line with the size of the process after a step of a tiny
-model, that is, with all code loaded. Then every line on stdin is answered with one of JSON:
+JOB is a `common.Job` as JSON. First comes a line with the size of the process after a step of a
+tiny model, that is, with all code loaded. Then every line on stdin is answered with one of JSON:
 
     steps N     train N steps on new batches: seconds of each part, losses, largest size so far
     profile N   the operations that N steps spend most time in
@@ -35,7 +35,7 @@ Body = Callable[[Tensor], Tensor]
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def ours(job: Job) -> tuple[nn.Module, Body, Head]:
+def ours(job: Job) -> tuple[Zaya, Body, Head]:
     """Our model, tokens -> hidden, and (hidden, tokens, targets) -> mean loss."""
     model = Zaya(job.config, torch.bfloat16 if job.dtype == "bf16" else torch.float32)
     init_weights(model, 0)
