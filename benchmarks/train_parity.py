@@ -3,7 +3,7 @@
     python benchmarks/train_parity.py [--steps 300] [--plot FILE.png] [--json] [KEY=VALUE ...]
 
 Trains the demo recipe on its bundled data, phases shortened to `--steps` steps in all, once per
-path: same initial weights, same batches, same optimizers.
+path: same initial weights, same batches, same optimizers. 300 steps take about 10 minutes.
 
     fp32          torch, the reference
     fp32, again   the same from other initial weights: what two trainings differ by anyway
@@ -145,8 +145,9 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None, console: Console
     reference = smooth(results[REFERENCE]["loss"])
     for name, result in results.items():
         curve = smooth(result["loss"])
-        left.plot(curve, label=name)
-        right.plot([a - b for a, b in zip(curve, reference, strict=True)], label=name)
+        steps = range(len(result["loss"]) - len(curve) + 1, len(result["loss"]) + 1)
+        left.plot(steps, curve, label=name)
+        right.plot(steps, [a - b for a, b in zip(curve, reference, strict=True)], label=name)
     left.set(title=f"loss, mean of {WINDOW} steps", xlabel="step", ylabel="nats a token")
     right.set(title="difference to fp32", xlabel="step")
     left.legend()

@@ -8,8 +8,9 @@ autocast, plain or under `torch.compile`. It takes turns with our bf16 step, rou
 is the median over the rounds, and a machine whose speed drifts treats both alike. Before anything
 is timed, both must find the same loss.
 
-small is 256 wide with 6 layers of 8 experts, and about 10 minutes; mid is 768 wide with 12 layers
-of 16 experts (360M parameters, 42M active), of which only one model at a time is in memory.
+small is 256 wide with 6 layers of 8 experts, and takes a quarter of an hour, most of it the peer's
+compilation; mid is 768 wide with 12 layers of 16 experts (360M parameters, 42M active), and only
+one model at a time is in memory.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def compare(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def show(result: dict[str, Any], console: Console) -> None:
     """The table of one geometry, and where our time goes."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for name, row in result["rows"].items():
         if "failed" in row:
             lines.append((name, row["failed"], "", "", "", ""))
