@@ -161,8 +161,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     }
     sizes = ", ".join(f"{mib:,.0f} MiB {side}" for side, mib in starts.items())
     console.print(
-        "ratio is the step's time over ours in the same turns; peak MiB is beyond what the\n"
-        f"process takes with a tiny model ({sizes})"
+        "ratio is the step's time over ours in the same turns; peak MiB is what the\n"
+        f"process takes more than with a tiny model ({sizes})"
     )
     if result["best_peer"]:
         console.print(
@@ -180,8 +180,8 @@ def show(result: dict[str, Any], console: Console) -> None:
         (op["name"][:48], f"{op['ms']:.1f}", f"{op['calls']:.0f}", f"{op['share']:.0%}")
         for op in result["operations"]
     ]
-    columns = ("operation (profiler, own time)", "ms", "calls", "share")
-    console.print(table("", columns, operations))
+    heads = ("operation (profiler, own time)", "ms", "calls", "share")
+    console.print(table("", heads, operations))
     rate, peak = result["step_flops"] / ours["median"], result["matrix_flops"]
     console.print(
         f"{result['step_flops'] / 1e9:,.0f} GFLOP of products in a step, attention's included: "

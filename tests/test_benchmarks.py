@@ -43,7 +43,7 @@ def test_a_worker_that_ends_says_why(bench):
     common = importlib.import_module("common")
     job = common.Job(config=PRESETS["tiny"], context=0)
     with (
-        pytest.raises(common.WorkerFailed, match="no tokens"),
+        pytest.raises(common.WorkerFailed, match="ended with 1: IndexError"),
         common.Worker(job) as worker,
     ):
         worker.ask("steps")
