@@ -88,13 +88,14 @@ class _LatentQKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lib = library()
         assert lib is not None
-        packed, _, *small, _, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once only, or checkpointing refuses to recompute them
+        packed, _, *small, _, _ = saved
         grad_packed = torch.empty_like(packed)
         grad_small = [torch.empty_like(t) for t in small]
         lib.call(
             "cca_backward",
             *ctx.sizes,
-            *ctx.saved_tensors,
+            *saved,
             L2_FLOOR,
             *(g.contiguous() for g in grads),
             grad_packed,
