@@ -10,6 +10,7 @@ from openzaya.kernels.cca import has_kernel, latent_qkv
 from openzaya.kernels.norm import L2_FLOOR
 from openzaya.model.rope import rotary_angles, rotate
 from tests.kernels.native import PACKINGS, ROUNDING, check, exact, needs_kernels, normal, positions
+from tests.oracle import relative_error
 
 pytestmark = needs_kernels
 
@@ -153,19 +154,24 @@ def test_convolutions_without_a_kernel(taps):
     assert not has_kernel(normal(0, 1), 32, taps)
 
 
-def test_zero_vectors():
-    """The floor of the length: zero in, zero out, and gradients that are finite."""
+@pytest.mark.parametrize("size", [0.0, 8e-9])
+def test_vectors_below_the_floor_of_lengths(size):
+    """Oracle: double precision. Zero gives zero, and there the length depends on nothing."""
     case = _Case([[70]], 4, 2, 32, packed=False)
     with torch.no_grad():
-        case.packed[:, 30:40].zero_()
-        for bias in case.parameters[1::2][:2]:
+        case.packed[:, 30:40] *= size
+        for bias in case.parameters[1::2]:
             bias.zero_()
-    q, k, _ = results = case.native()
-    assert not q[:, :, 32:40].any()
-    assert not k[:, :, 32:40].any()
+    precise = [exact(x) for x in (case.packed, *case.parameters)]
+    results, expected = case.native(), case.reference(*precise)
+    assert bool(results[0][:, :, 32:40].any()) == (size > 0)
+    for a, b in zip(results, expected, strict=True):
+        check(a, b)
     torch.stack([x.float().sum() for x in results]).sum().backward()
+    torch.stack([x.sum() for x in expected]).sum().backward()
     for x in (case.packed, *case.parameters):
         assert bool(x.grad.isfinite().all())
+    assert relative_error(case.packed.grad.double(), precise[0].grad) < ROUNDING
 
 
 def test_inputs_that_are_not_contiguous():

@@ -127,7 +127,7 @@ def test_no_further_from_fp32_than_written_out(variant, kind, calls):
     kernels, torch_alone = errors
     for name, error in kernels.items():
         # A temperature's gradient cancels, so that either may be right by luck.
-        slack = 0.05 if name.endswith("temp") else 0.01
+        slack = 0.05 if name.endswith("temp") else 0.02
         assert error < 1.25 * torch_alone[name] + slack, f"{name}: {error}, {torch_alone[name]}"
     assert sum(kernels.values()) < 1.1 * sum(torch_alone.values())
 
