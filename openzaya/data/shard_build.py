@@ -328,6 +328,8 @@ class _Build:
         todo = units(self._corpus)
         for unit in islice(todo, cursor.unit):
             read += unit.nbytes
+        if self._progress is not None:
+            self._progress(Done(cursor.documents, tokens, text, read))
         first = [replace(unit, skip=cursor.skip) for unit in islice(todo, 1)]
         threshold = self._share * 2.0**64
         with ShardWriter(self._folder, self._shard_tokens, False, len(shards)) as writer:

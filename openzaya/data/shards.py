@@ -176,11 +176,15 @@ def shard_from_json(entry: dict[str, Any]) -> Shard:
     return Shard(parts, int(entry["text_bytes"]))
 
 
+class DamagedManifest(UserError):
+    """A manifest that cannot be read, or whose content is not what its digest says."""
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Reads manifest.json and compares it with the digest in it.
 
     Raises:
-        UserError: if it is missing, damaged, or of another format.
+        UserError: if it is missing or of another format; `DamagedManifest` if it is damaged.
     """
     file = folder / MANIFEST
     if not file.is_file():
@@ -211,7 +215,7 @@ def read_manifest(folder: Path) -> Manifest:
         if manifest.dtype not in TOKEN_DTYPES or manifest.digest != content["digest"]:
             raise ValueError("its digest does not match its content")
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(
+        raise DamagedManifest(
             f"{file} is damaged ({error}): copy it again, or build the shards again"
         ) from error
     return manifest
@@ -409,20 +413,21 @@ def describe_file(path: Path) -> FileRecord:
 
 
 def verify(
-    folder: Path, quick: bool = False, progress: Callable[[int], None] | None = None
+    folder: Path,
+    manifest: Manifest,
+    quick: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """What is wrong with the files of a folder; nothing, if all is well.
 
     Args:
         folder: Holds shards.
+        manifest: Of the folder.
         quick: Compare CRC-32 instead of SHA-256.
         progress: Called with the bytes of every file that was read.
-
-    Raises:
-        UserError: if there is no readable manifest.
     """
     problems = []
-    for name, known in read_manifest(folder).files():
+    for name, known in manifest.files():
         problem = _size_problem(folder / name, known) or damage(folder / name, known, quick)
         if problem:
             problems.append(f"{name} {problem}")
