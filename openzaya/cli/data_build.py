@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
         raise
     except OSError as error:
         raise UserError(
-            f"cannot write {args.out}: {error.strerror}: free room or choose another folder; the "
-            "same command goes on after the last whole shard"
+            f"{args.out} is not finished: {error}. Put that right (is the disk full?); the same "
+            "command goes on after the last whole shard"
         ) from error
     seconds = time.monotonic() - began
     fields = {**facts(args.out, manifest), **watch.rates(seconds, workers)}
@@ -215,7 +215,6 @@ def _tokenizer(
     args: argparse.Namespace, recipe: Recipe | None, name: str, source: SourceConfig
 ) -> Tokenizer:
     """What the options ask for; without any, what the recipe asks for."""
-    from openzaya.checkpoint.run import find_checkpoint
     from openzaya.config.recipe import TokenizerConfig
     from openzaya.data.tokenizer import TOKENIZER_FILE, Tokenizer
     from openzaya.data.vocabulary import obtain_tokenizer
@@ -225,6 +224,8 @@ def _tokenizer(
     if args.tokenizer is not None:
         path = Path(args.tokenizer)
         if path.is_dir() and not (path / TOKENIZER_FILE).is_file():
+            from openzaya.checkpoint.run import find_checkpoint  # slow to import
+
             path = find_checkpoint(args.tokenizer)  # a run: its newest checkpoint
         return Tokenizer.load(path / TOKENIZER_FILE if path.is_dir() else path)
     if args.train_tokenizer is not None:

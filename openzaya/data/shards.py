@@ -361,11 +361,12 @@ def open_shards(folder: Path, manifest: Manifest | None = None) -> TextStore:
             raise UserError(
                 f"{folder} is not whole: {name} {problem}: copy it again, or build the shards again"
             )
-    train, heldout = (_side(folder, manifest, side) for side in SIDES)
+    train, heldout = (open_side(folder, manifest, side) for side in SIDES)
     return TextStore(train, heldout, manifest.digest)
 
 
-def _side(folder: Path, manifest: Manifest, side: str) -> Side:
+def open_side(folder: Path, manifest: Manifest, side: str) -> Side:
+    """One side of a folder, whose files are taken to be there."""
     there = [
         (n, shard.parts[side]) for n, shard in enumerate(manifest.shards) if side in shard.parts
     ]
