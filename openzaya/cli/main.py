@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import openzaya
 from openzaya.errors import UserError
 
-VERBS = ("demo", "train", "generate", "chat", "inspect", "convert", "verify", "trace")
+VERBS = ("demo", "train", "generate", "chat", "inspect", "convert", "verify", "trace", "data")
 
 EXIT_BAD_INPUT = 2
 
@@ -46,6 +46,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv or argv[0] not in VERBS:
         return build_parser().parse_args(argv)
     module = importlib.import_module(f"openzaya.cli.{argv[0]}")
+    if hasattr(module, "parse"):  # a verb that has verbs of its own
+        args: argparse.Namespace = module.parse(argv[1:])
+        return args
     verb = argparse.ArgumentParser(prog=f"openzaya {argv[0]}", description=module.HELP)
     module.add_arguments(verb)
     verb.set_defaults(run=module.run)

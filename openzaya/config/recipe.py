@@ -28,10 +28,20 @@ class TokenizerConfig(_Section):
 class SourceConfig(_Section):
     """One source of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "hub", "bundled", "stdlib", "tasks"] = Field(
+    kind: Literal[
+        "text",
+        "jsonl",
+        "parquet",
+        "hub",
+        "bundled",
+        "stdlib",
+        "shards",
+        "tasks",
+    ] = Field(
         description="text: files, one document each (or split by `separator`); jsonl and parquet: "
         "one document per row; hub: Hugging Face `datasets`; bundled: text shipped with the "
-        "package; stdlib: this Python's own source and documentation; tasks: generated "
+        "package; stdlib: this Python's own source and documentation; shards: a folder that "
+        "`openzaya data build` made, read as it is; tasks: generated "
         "arithmetic with verifiable answers."
     )
     path: str | None = Field(None, description="File, folder or glob; hub: the data set's name.")
@@ -50,12 +60,16 @@ class SourceConfig(_Section):
         False, description="Pack whole documents only (never cut one at a window border)."
     )
     heldout: float = Field(
-        0.02, ge=0, lt=1, description="Share of documents kept for evaluation, never trained on."
+        0.02,
+        ge=0,
+        lt=1,
+        description="Share of documents kept for evaluation, never trained on. Shards have their "
+        "own; there, 0 only turns evaluation off.",
     )
 
     @model_validator(mode="after")
     def _check(self) -> SourceConfig:
-        if self.kind in ("text", "jsonl", "parquet", "hub", "bundled") and not self.path:
+        if self.kind in ("text", "jsonl", "parquet", "hub", "bundled", "shards") and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs `path`")
         return self
 
@@ -199,7 +213,8 @@ class Recipe(_Section):
                     f"phase {phase.name!r}: context {phase.context} is longer than the model's "
                     f"max_position_embeddings {self.model.max_position_embeddings}"
                 )
-        trained = self.tokenizer.path is None and self.start_from is None
+        shards = any(source.kind == "shards" for source in self.sources.values())
+        trained = self.tokenizer.path is None and self.start_from is None and not shards
         if trained and self.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
                 f"tokenizer.vocab_size {self.tokenizer.vocab_size} does not fit into "

@@ -18,7 +18,8 @@ from openzaya.config.recipe import PhaseConfig, SourceConfig
 from openzaya.data.mixture import Mixture
 from openzaya.data.packing import Batch, Row, packed_row, stack
 from openzaya.data.readers import RowReader, TaskReader, WholeReader, WindowReader
-from openzaya.data.store import Side, TextStore, open_store
+from openzaya.data.shards import Side, TextStore
+from openzaya.data.store import open_store
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
 
@@ -137,6 +138,11 @@ class DataPlan:
 
     def _heldout_side(self, name: str) -> Side:
         side = self.stores[name].heldout
+        if not len(side) and self._sources[name].kind == "shards":
+            raise UserError(
+                f"source {name!r}: its shards have no held-out documents: build them with "
+                "--heldout above 0, or set the source's `heldout` to 0 to train without evaluating"
+            )
         if not len(side):
             raise UserError(
                 f"source {name!r} has no held-out documents: give it at least two documents "

@@ -18,7 +18,7 @@ from openzaya.data.chat import encode_chat
 from openzaya.data.packing import Document, Row, best_fit, packed_row, window_row
 from openzaya.data.permutation import permute
 from openzaya.data.rng import Rng, hash64
-from openzaya.data.store import Side
+from openzaya.data.shards import Side
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
 
@@ -63,16 +63,11 @@ class WindowReader:
         """The window that starts at a token; it goes on at the first token after the last."""
         size, end = len(self._side.tokens), start + self._context + 1
         tokens = self._side.tokens[start:end]
-        starts = self._starts(start, min(end, size)) - start
+        starts = self._side.starts(start, min(end, size)) - start
         if end > size:
             tokens = np.concatenate([tokens, self._side.tokens[: end - size]])
-            starts = np.concatenate([starts, self._starts(0, end - size) + size - start])
+            starts = np.concatenate([starts, self._side.starts(0, end - size) + size - start])
         return window_row(tokens.astype(np.int64), starts)
-
-    def _starts(self, first: int, stop: int) -> np.ndarray:
-        """Document starts in [first, stop)."""
-        low, high = np.searchsorted(self._side.offsets[:-1], [first, stop])
-        return self._side.offsets[low:high]
 
 
 class WholeReader:
@@ -86,7 +81,7 @@ class WholeReader:
 
     def __init__(self, side: Side, context: int, pad_id: int, name: str, *keys: int | str) -> None:
         """Raises: UserError if every document is longer than the context."""
-        lengths = np.diff(side.offsets)
+        lengths = np.diff(np.asarray(side.offsets))
         packs = best_fit(lengths, context)
         self.dropped = int((lengths > context).sum())
         if not packs:

@@ -1,7 +1,9 @@
 """Documents of a text source, always in the same order.
 
-`documents` yields the texts, `fingerprint` names their content so that a cache can tell when it
-changed. Documents of nothing but white space are left out.
+A `Corpus` cuts a source into pieces that can be read one without the other, so that several
+processes can share the work and a stopped one can go on in the middle. `documents` yields all
+texts, `fingerprint` names their content so that a cache can tell when it changed. Documents of
+nothing but white space are left out.
 """
 
 from __future__ import annotations
@@ -9,9 +11,14 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import mmap
+import os
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +27,258 @@ from openzaya.errors import UserError
 
 CORPUS = Path(__file__).parent / "corpus"
 GROUP_CHARACTERS = 2_000
+PIECE_BYTES = 4 << 20  # files that can be cut are cut into pieces of about this size
+HUB_ROWS = 4096  # rows of a hub data set that make a piece
 _SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
+_TOPICS = "pydoc_data.topics"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a source that can be read by itself.
+
+    Attributes:
+        path: Its file; empty for hub data sets.
+        start: First byte of a text or jsonl file, row group of a parquet file, or hub row.
+        stop: The one after the last.
+        nbytes: How much there is to read, for progress: exact for text, else about.
+    """
+
+    path: str
+    start: int
+    stop: int
+    nbytes: int
+
+
+class Corpus:
+    """A source as pieces, and the documents of each."""
+
+    def __init__(self, source: SourceConfig, name: str) -> None:
+        """Looks for the files, but reads none of them.
+
+        Args:
+            source: Any kind that holds texts: neither `tasks` nor `shards`.
+            name: The source's name in the recipe, for messages.
+
+        Raises:
+            UserError: if there are no files.
+        """
+        self.source, self.name = source, name
+        self.files = [] if source.kind == "hub" else _files(source, name)
+
+    def check(self) -> None:
+        """Raises: UserError if a file cannot be read."""
+        for path in self.files:
+            if not os.access(path, os.R_OK):
+                raise UserError(
+                    f"source {self.name!r}: {path} cannot be read: change its permissions, or "
+                    "take it out of the path"
+                )
+
+    def listing(self) -> list[tuple[str, int, int]]:
+        """(name, bytes, modification time in ns) of every file; of hub data, (name, rows, 0)."""
+        if self.source.kind == "hub":
+            return [(f"{self.source.path}@{self.source.revision}", len(self._rows), 0)]
+        known = [(path, path.stat()) for path in self.files]
+        return [(path.as_posix(), stat.st_size, stat.st_mtime_ns) for path, stat in known]
+
+    def pieces(self) -> Iterator[Piece]:
+        """All pieces in order, found while they are asked for: cutting text at its separator
+        reads it, everything else looks at few bytes.
+
+        Raises:
+            UserError: if a file cannot be read, or has no column `field`.
+        """
+        kind, separator = self.source.kind, self.source.separator
+        for path in self.files:
+            size = path.stat().st_size
+            if kind == "parquet":
+                yield from self._parquet_pieces(path)
+            elif kind == "jsonl":
+                yield from _line_pieces(path, size)
+            elif kind == "text" and separator and size:
+                yield from _text_pieces(path, size, separator.encode("utf-8", "surrogatepass"))
+            else:
+                yield Piece(str(path), 0, size, size)
+        if kind == "stdlib":
+            yield Piece(_TOPICS, 0, 1, sum(map(len, _topics())))
+        if kind == "hub":
+            width = sum(map(len, islice(self._hub(0, len(self._rows)), 100)))
+            width //= max(1, min(100, len(self._rows)))
+            for start in range(0, len(self._rows), HUB_ROWS):
+                stop = min(start + HUB_ROWS, len(self._rows))
+                yield Piece("", start, stop, width * (stop - start))
+
+    def nbytes(self) -> int:
+        """The sum of all pieces' `nbytes`, for which little is read."""
+        if self.source.kind in ("parquet", "hub", "stdlib"):
+            return sum(piece.nbytes for piece in self.pieces())
+        return sum(path.stat().st_size for path in self.files)
+
+    def read(self, piece: Piece) -> Iterator[str]:
+        """The documents of one piece.
+
+        Raises:
+            UserError: if it is malformed, naming file and line (or byte, or row).
+        """
+        kind, path = self.source.kind, Path(piece.path)
+        if kind == "hub":
+            found = self._hub(piece.start, piece.stop)
+        elif kind == "parquet":
+            found = self._parquet(path, piece.start, piece.stop)
+        elif kind == "jsonl":
+            found = self._jsonl(path, piece.start, piece.stop)
+        elif kind == "stdlib":
+            found = iter(_topics() if piece.path == _TOPICS else [_module(path)])
+        else:
+            found = self._text(path, piece.start, piece.stop)
+        return (text for text in found if text and not text.isspace())
+
+    def empty(self) -> UserError:
+        """What to raise when no piece held a document."""
+        return UserError(
+            f"source {self.name!r} (kind {self.source.kind}, path {self.source.path!r}) holds no "
+            "text: check its path, or the column that `field` names"
+        )
+
+    def _text(self, path: Path, start: int, stop: int) -> Iterator[str]:
+        text = _decode(path, start, stop, self.name)
+        if self.source.separator:
+            yield from text.split(self.source.separator)
+        elif self.source.kind == "bundled":
+            yield from group(text.split("\n\n"), GROUP_CHARACTERS)
+        else:
+            yield text
+
+    def _jsonl(self, path: Path, start: int, stop: int) -> Iterator[str]:
+        with path.open("rb") as file:
+            file.seek(start)
+            at = start
+            while at < stop and (line := file.readline()):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+                        raise UserError(
+                            f"{self._line(path, at)}: not JSON ({error}): every line must be one "
+                            "object"
+                        ) from error
+                    if not isinstance(row, dict):
+                        raise UserError(
+                            f"{self._line(path, at)}: every line must be an object, {{...}}"
+                        )
+                    text = row.get(self.source.field, 0)
+                    if not isinstance(text, str | None):
+                        text = _value(row, self.source, self._line(path, at))
+                    yield text or ""
+                at += len(line)
+
+    def _line(self, path: Path, at: int) -> str:
+        """Where a byte of a file is; counted only when there is something to complain about."""
+        number = 1
+        with path.open("rb") as file:
+            while at and (block := file.read(min(at, 1 << 20))):
+                number += block.count(b"\n")
+                at -= len(block)
+        return f"source {self.name!r}: {path}:{number}"
+
+    def _parquet_pieces(self, path: Path) -> Iterator[Piece]:
+        with self._parquet_file(path) as file:
+            column = file.schema_arrow.names.index(self.source.field)
+            for number in range(file.metadata.num_row_groups):
+                rows = file.metadata.row_group(number)
+                nested = rows.num_columns != len(file.schema_arrow.names)  # not one leaf a column
+                size = rows if nested else rows.column(column)
+                nbytes = size.total_byte_size if nested else size.total_uncompressed_size
+                yield Piece(str(path), number, number + 1, nbytes)
+
+    def _parquet(self, path: Path, start: int, stop: int) -> Iterator[str]:
+        import pyarrow
+
+        field = self.source.field
+        with self._parquet_file(path) as file:
+            groups = list(range(start, stop))
+            row = sum(file.metadata.row_group(number).num_rows for number in range(start))
+            try:
+                batches = file.iter_batches(batch_size=1024, row_groups=groups, columns=[field])
+                for batch in batches:
+                    for values in batch.to_pylist():
+                        where = f"source {self.name!r}: {path}, row {row}"
+                        yield _value(values, self.source, where)
+                        row += 1
+            except (pyarrow.ArrowException, OSError) as error:
+                raise self._unreadable(path, error) from error
+
+    def _parquet_file(self, path: Path) -> Any:
+        try:
+            import pyarrow
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise UserError(
+                f"source {self.name!r} is parquet, which needs pyarrow: "
+                "pip install 'openzaya[parquet]'"
+            ) from error
+        try:
+            file = parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise self._unreadable(path, error) from error
+        columns = file.schema_arrow.names
+        if self.source.field not in columns:
+            _value(dict.fromkeys(columns), self.source, f"source {self.name!r}: {path}")
+        return file
+
+    def _unreadable(self, path: Path, error: Exception) -> UserError:
+        return UserError(f"source {self.name!r}: {path}: not a readable parquet file ({error})")
+
+    @cached_property
+    def _rows(self) -> Any:
+        """The rows of a hub data set."""
+        source = self.source
+        try:
+            import datasets
+        except ImportError as error:
+            raise UserError(
+                f"source {self.name!r} is a hub data set, which needs `datasets`: "
+                "pip install 'openzaya[hub]'"
+            ) from error
+        try:
+            return datasets.load_dataset(source.path, split=source.split, revision=source.revision)
+        except Exception as error:  # the library raises a dozen unrelated types
+            raise UserError(
+                f"{self._hub_name}, revision {source.revision!r} could not be loaded "
+                f"({type(error).__name__}: {error}): check the names and the network"
+            ) from error
+
+    @property
+    def _hub_name(self) -> str:
+        return (
+            f"source {self.name!r}: hub data set {self.source.path!r}, split {self.source.split!r}"
+        )
+
+    def _hub(self, start: int, stop: int) -> Iterator[str]:
+        for number in range(start, stop):
+            yield _value(self._rows[number], self.source, f"{self._hub_name}, row {number}")
 
 
 def documents(source: SourceConfig, name: str) -> Iterator[str]:
     """The documents of a source, read while they are asked for.
 
     Args:
-        source: Any kind but `tasks`.
+        source: Any kind that holds texts: neither `tasks` nor `shards`.
         name: The source's name in the recipe, for messages.
 
     Raises:
         UserError: if files are missing, unreadable or malformed, or hold no document at all.
     """
+    corpus = Corpus(source, name)
     empty = True
-    for document in _READERS[source.kind](source, name):
-        if document and not document.isspace():
+    for piece in corpus.pieces():
+        for document in corpus.read(piece):
             empty = False
             yield document
     if empty:
-        raise UserError(
-            f"source {name!r} (kind {source.kind}, path {source.path!r}) holds no text: "
-            "check its path, or the column that `field` names"
-        )
+        raise corpus.empty()
 
 
 def fingerprint(source: SourceConfig, name: str) -> str:
@@ -63,6 +298,8 @@ def fingerprint(source: SourceConfig, name: str) -> str:
 
 def _files(source: SourceConfig, name: str) -> list[Path]:
     """Files of a path that is a file, a folder (read recursively) or a glob, sorted."""
+    if source.kind == "stdlib":
+        return _library()
     if source.path is None:
         raise UserError(f"source {name!r} of kind {source.kind} needs a `path`")
     if source.kind == "bundled":
@@ -93,28 +330,47 @@ def _bundled_file(file_name: str, name: str) -> Path:
     return CORPUS / file_name
 
 
-def _read_text(path: Path, name: str) -> str:
+def _decode(path: Path, start: int, stop: int, name: str) -> str:
+    """Bytes start to stop - 1 of a file as text, without a byte-order mark."""
+    with path.open("rb") as file:
+        file.seek(start)
+        content = file.read(stop - start)
     try:
-        return path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"source {name!r}: {path} is not UTF-8 text at byte {error.start} ({error.reason}): "
-            "convert the file, or take it out of the path"
+            f"source {name!r}: {path} is not UTF-8 text at byte {start + error.start} "
+            f"({error.reason}): convert the file, or take it out of the path"
         ) from error
+    return text if start else text.removeprefix("\ufeff")
 
 
-def _text(source: SourceConfig, name: str) -> Iterator[str]:
-    for path in _files(source, name):
-        text = _read_text(path, name)
-        yield from text.split(source.separator) if source.separator else [text]
+def _text_pieces(path: Path, size: int, separator: bytes) -> Iterator[Piece]:
+    """Stretches between separators, cut where splitting the whole text would cut."""
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        start = at = 0
+        # Every separator is looked at: where "\n\n" cuts a run of line ends depends on the first.
+        while (found := content.find(separator, at)) >= 0:
+            at = found + len(separator)
+            if found - start >= PIECE_BYTES:
+                yield Piece(str(path), start, found, at - start)
+                start = at
+    yield Piece(str(path), start, size, size - start)
 
 
-def _bundled(source: SourceConfig, name: str) -> Iterator[str]:
-    text = _read_text(_files(source, name)[0], name)
-    if source.separator:
-        yield from text.split(source.separator)
-    else:
-        yield from group(text.split("\n\n"), GROUP_CHARACTERS)
+def _line_pieces(path: Path, size: int) -> Iterator[Piece]:
+    """Stretches of whole lines."""
+    with path.open("rb") as file:
+        start = 0
+        while start < size:
+            file.seek(start + PIECE_BYTES)
+            file.readline()
+            stop = min(file.tell(), size)
+            yield Piece(str(path), start, stop, stop - start)
+            start = stop
 
 
 def group(parts: Iterable[str], characters: int) -> Iterator[str]:
@@ -147,85 +403,20 @@ def _value(row: dict[str, Any], source: SourceConfig, where: str) -> str:
     return value or ""
 
 
-def _jsonl(source: SourceConfig, name: str) -> Iterator[str]:
-    for path in _files(source, name):
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"source {name!r}: {path}:{number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
-                    raise UserError(
-                        f"{where}: not JSON ({error}): every line must be one object"
-                    ) from error
-                if not isinstance(row, dict):
-                    raise UserError(f"{where}: every line must be an object, {{...}}")
-                yield _value(row, source, where)
-
-
-def _parquet(source: SourceConfig, name: str) -> Iterator[str]:
-    files = _files(source, name)
-    try:
-        import pyarrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise UserError(
-            f"source {name!r} is parquet, which needs pyarrow: pip install 'openzaya[parquet]'"
-        ) from error
-    for path in files:
-        where = f"source {name!r}: {path}"
-        try:
-            with parquet.ParquetFile(path) as file:
-                columns = file.schema_arrow.names
-                if source.field not in columns:
-                    _value(dict.fromkeys(columns), source, where)
-                for batch in file.iter_batches(batch_size=1024, columns=[source.field]):
-                    for row in batch.to_pylist():
-                        yield _value(row, source, where)
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{where}: not a readable parquet file ({error})") from error
-
-
-def _hub(source: SourceConfig, name: str) -> Iterator[str]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"source {name!r} is a hub data set, which needs `datasets`: "
-            "pip install 'openzaya[hub]'"
-        ) from error
-    where = f"source {name!r}: hub data set {source.path!r}, split {source.split!r}"
-    try:
-        rows = datasets.load_dataset(source.path, split=source.split, revision=source.revision)
-    except Exception as error:  # the library raises a dozen unrelated types
-        raise UserError(
-            f"{where}, revision {source.revision!r} could not be loaded "
-            f"({type(error).__name__}: {error}): check the names and the network"
-        ) from error
-    for row in rows:
-        yield _value(row, source, where)
-
-
-def _stdlib(source: SourceConfig, name: str) -> Iterator[str]:
-    """The standard library's own modules, then the texts of Python's help()."""
+def _library() -> list[Path]:
+    """The standard library's own modules."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [p for p in root.rglob("*.py") if not _NOT_LIBRARY & set(p.relative_to(root).parts)]
-    for path in sorted(files, key=lambda p: p.relative_to(root).as_posix()):
-        with tokenize.open(path) as file:  # honours the encoding that a module declares
-            yield file.read()
+    return sorted(files, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _module(path: Path) -> str:
+    with tokenize.open(path) as file:  # honours the encoding that a module declares
+        return file.read()
+
+
+def _topics() -> list[str]:
+    """The texts of Python's help()."""
     from pydoc_data.topics import topics
 
-    for topic in sorted(topics):
-        yield topics[topic]
-
-
-_READERS = {
-    "text": _text,
-    "jsonl": _jsonl,
-    "parquet": _parquet,
-    "hub": _hub,
-    "bundled": _bundled,
-    "stdlib": _stdlib,
-}
+    return [topics[topic] for topic in sorted(topics)]

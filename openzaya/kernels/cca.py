@@ -37,8 +37,8 @@ def latent_qkv(
         positions: [batch, seq] int32 within the document; None if every row is one document.
         depthwise: weight [channels, 1, 2] and bias [channels] of the first convolution, channels
             being (heads + kv_heads) * head_dim; fp32.
-        grouped: weight [channels, head_dim, 2] and bias [channels] of the second; fp32.
-        temperature: [kv_heads] fp32.
+        grouped: weight [channels, head_dim, 2] and bias [channels] of the second.
+        temperature: [kv_heads].
         angles: RoPE cosine and sine, fp32 [batch or 1, seq, 1, rotary / 2].
 
     Returns:
@@ -72,9 +72,11 @@ class _LatentQKV(torch.autograd.Function):
         dim = grouped.shape[1]
         ctx.sizes = batch, seq, queries, kv, dim, 2 * cosine.shape[-1], int(cosine.shape[0] == 1)
         small = (depthwise, depthwise_bias, grouped, grouped_bias, temperature)
+        # Autograd casts gradients back; the kernel itself knows no other dtypes than these.
         operands = [
-            None if t is None else t.detach().contiguous()
-            for t in (packed, positions, *small, cosine, sine)
+            packed.detach().contiguous(),
+            None if positions is None else positions.contiguous(),
+            *(t.detach().float().contiguous() for t in (*small, cosine, sine)),
         ]
         q = packed.new_empty(batch, queries, seq, dim)
         k, v = (packed.new_empty(batch, kv, seq, dim) for _ in range(2))
@@ -86,14 +88,14 @@ class _LatentQKV(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lib = library()
         assert lib is not None
-        operands = ctx.saved_tensors
-        packed, _, *small, _, _ = operands
+        saved = ctx.saved_tensors  # once only, or checkpointing refuses to recompute them
+        packed, _, *small, _, _ = saved
         grad_packed = torch.empty_like(packed)
         grad_small = [torch.empty_like(t) for t in small]
         lib.call(
             "cca_backward",
             *ctx.sizes,
-            *operands,
+            *saved,
             L2_FLOOR,
             *(g.contiguous() for g in grads),
             grad_packed,

@@ -29,6 +29,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         weight: [vocab, width].
         targets: [tokens] int64, `IGNORE` where there is no loss.
 
+    Raises:
+        IndexError: if a target is neither `IGNORE` nor in the vocabulary (on other devices and
+            without kernels this is torch's own error).
+
     Returns:
         Scalar fp32: the sum (not the mean) over tokens with a target, in nats.
     """
@@ -87,8 +91,7 @@ class _NativeLinearCrossEntropy(torch.autograd.Function):
         assert lib is not None
         tokens, width = hidden.shape
         vocab = weight.shape[0]
-        if bool((targets >= vocab).any()):
-            raise IndexError(f"a target lies outside the vocabulary of {vocab}")
+        _check(hidden, weight, targets)
         loss = torch.empty(tokens)
         needs_grad = grad_mode and any(ctx.needs_input_grad)
         grad_hidden = torch.empty(tokens, width) if needs_grad else None
@@ -117,6 +120,19 @@ class _NativeLinearCrossEntropy(torch.autograd.Function):
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
         return grad_hidden, grad_weight, None, None
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """Raise for what the kernel would read past an end of, or leave out in silence."""
+    (tokens, width), vocab = hidden.shape, weight.shape[0]
+    if weight.shape[1] != width or targets.shape != (tokens,) or targets.dtype != torch.int64:
+        raise ValueError(
+            f"a head {list(weight.shape)} and targets {list(targets.shape)} of {targets.dtype} do "
+            f"not fit hidden states {list(hidden.shape)}"
+        )
+    outside = ((targets < 0) | (targets >= vocab)) & (targets != IGNORE)
+    if bool(outside.any()):
+        raise IndexError(f"target {int(targets[outside][0])} is outside the vocabulary of {vocab}")
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def mix_experts(
         [tokens, hidden] in x's dtype.
     """
     aligned = all(n % TILE == 0 for n in down.shape[1:])
-    fp32 = gate_up.dtype == down.dtype == torch.float32
+    fp32 = weight.dtype == gate_up.dtype == down.dtype == torch.float32
     if kernels_for(x) is not None and aligned and fp32 and x.shape[0] >= FEW_TOKENS:
         return _NativeExperts.apply(x, index, weight, gate_up, down, skip_identity)
     out = experts(x, index, gate_up, down)

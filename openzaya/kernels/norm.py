@@ -152,10 +152,11 @@ class _MergeNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.dtypes = [None if t is None else t.dtype for t in (bias, residual_scale, output_scale)]
         ctx.gain_dtype = None if gain is None else gain.dtype
-        stream = stream.contiguous()
+        # Autograd casts gradients back; the kernel itself knows no other dtypes than these.
+        stream = stream.float().contiguous()
         output = None if output is None else output.contiguous()
         bias, residual_scale, output_scale, gain = (
-            None if t is None else t.detach().float()
+            None if t is None else t.detach().float().contiguous()
             for t in (bias, residual_scale, output_scale, gain)
         )
         width = stream.shape[-1]

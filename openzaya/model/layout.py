@@ -129,6 +129,7 @@ def build_layout(
     slots = torch.tensor(before, device=device)[:, None] + column
     if positions is None:
         positions = slots - torch.tensor(starts, device=device)[:, None]
+    positions = positions.expand(batch, seq)  # kernels read a number per token
     begins = slots - positions
     layout = Layout(
         positions,

@@ -16,8 +16,8 @@ from openzaya.model.layers import RMSNorm
 class Merge(nn.Module):
     """bias + stream * a_r + output * a_h, with coefficients that a kind of residual defines."""
 
-    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """bias, a_r and a_h, [hidden] each."""
+    def coefficients(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """bias, a_r and a_h, [hidden] each, on the device of the stream."""
         raise NotImplementedError
 
     def forward(
@@ -34,8 +34,8 @@ class Merge(nn.Module):
             The new stream in fp32, and its norm in the dtype of `output` if one is given.
         """
         if norm is None:
-            return merge(stream, output, *self.coefficients()), None
-        return merge_norm(stream, output, *self.coefficients(), norm.weight, norm.eps)
+            return merge(stream, output, *self.coefficients(stream)), None
+        return merge_norm(stream, output, *self.coefficients(stream), norm.weight, norm.eps)
 
 
 class ResidualScaling(Merge):
@@ -48,7 +48,7 @@ class ResidualScaling(Merge):
         self.residual_scale = nn.Parameter(torch.ones(width))
         self.residual_bias = nn.Parameter(torch.zeros(width))
 
-    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def coefficients(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Multiplied out, so that both biases are one."""
         bias = (
             self.hidden_states_bias * self.hidden_states_scale
@@ -60,19 +60,12 @@ class ResidualScaling(Merge):
 class PlainResidual(Merge):
     """stream + output: the baseline that residual scaling is measured by."""
 
-    zero: Tensor
-    one: Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("zero", torch.zeros(width), persistent=False)
-        self.register_buffer("one", torch.ones(width), persistent=False)
-
-    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+    def coefficients(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """No bias, no scales."""
-        return self.zero, self.one, self.one
+        one = stream.new_ones(stream.shape[-1])
+        return torch.zeros_like(one), one, one
 
 
 def residual(kind: str, width: int) -> Merge:
     """The merge that a configuration names."""
-    return ResidualScaling(width) if kind == "scaled" else PlainResidual(width)
+    return ResidualScaling(width) if kind == "scaled" else PlainResidual()

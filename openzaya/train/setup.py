@@ -25,6 +25,7 @@ from openzaya.data.chat import CHAT_TEMPLATE
 from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from openzaya.data.vocabulary import obtain_tokenizer
 from openzaya.errors import UserError
+from openzaya.kernels.native.library import why_missing
 from openzaya.model.config import ModelConfig
 from openzaya.model.init import init_weights
 from openzaya.model.model import Zaya
@@ -68,6 +69,7 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     """
     torch.manual_seed(recipe.seed)
     device = pick_device(recipe)
+    _warn_of_missing_kernels(recipe, device, console)
     claimed = _claimed(recipe, folder)
     start = _start(recipe, folder, claimed, console)
     tokenizer = _tokenizer(recipe, folder, claimed, start, console)
@@ -94,6 +96,18 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
     if not claimed:
         write_text(folder / RECIPE, recipe_to_toml(recipe))
     return Run(recipe, folder, tokenizer, plan, state, device)
+
+
+def _warn_of_missing_kernels(recipe: Recipe, device: torch.device, console: Console) -> None:
+    """Say once why a run in bf16 on a CPU will be slow; builds the kernels if need be."""
+    if device.type != "cpu" or recipe.run.compute_dtype != "bfloat16":
+        return
+    with console.status("building the CPU kernels"):
+        reason = why_missing()
+    if reason is not None:
+        console.print(
+            f"training will be slow: no CPU kernels, as {reason}", highlight=False, markup=False
+        )
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,7 +113,7 @@ def test_an_epoch_of_windows_shows_every_token_once(plan: DataPlan) -> None:
         slots = range(epoch * windows, (epoch + 1) * windows)
         seen = torch.cat([plan.rows(0, s // 6, s % 6, s % 6 + 1).tokens.ravel() for s in slots])
         count = torch.bincount(seen, minlength=300)
-        total = torch.bincount(torch.tensor(side.tokens.astype("int64")), minlength=300)
+        total = torch.bincount(torch.tensor(np.asarray(side.tokens, "int64")), minlength=300)
         assert (count <= total).all()
         assert total.sum() - count.sum() == len(side.tokens) % 16
     first = {tuple(plan.rows(0, s // 6, s % 6, s % 6 + 1).tokens[0].tolist()) for s in slots}
@@ -163,8 +164,10 @@ def test_heldout_batches_are_fixed_and_apart(
         assert same(batch, other.heldout(name, context, 3))
         assert batch.tokens.shape == (3, context)
         check_borders(batch)
-    held = set(plan.stores["cut"].heldout.tokens.tolist()) - {1}
-    assert not held & set(plan.stores["cut"].train.tokens.tolist())  # each document has its letter
+    held = set(np.asarray(plan.stores["cut"].heldout.tokens).tolist()) - {1}
+    assert not held & set(
+        np.asarray(plan.stores["cut"].train.tokens).tolist()
+    )  # each document has its letter
     assert set(plan.heldout("cut", 16, 3).tokens.ravel().tolist()) <= held | {1}
 
 

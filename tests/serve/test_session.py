@@ -148,7 +148,7 @@ def test_interruption_inside_the_model_drops_the_state(
     pieces = session.ask("The user asks")
     next(pieces)
 
-    def interrupted(*_: Any) -> Any:
+    def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -1,7 +1,7 @@
 #define _GNU_SOURCE
 #include "common.h"
 
-#ifdef __AMX_BF16__
+#ifdef TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -123,9 +123,12 @@ void pair_rows(int k, int n, const bf16 *src, long lds, uint32_t *dst, long ldd)
     }
 }
 
+/* Pairs of bf16, read and written as one number. */
+typedef uint32_t __attribute__((may_alias)) word;
+
 /* dst[n][m] = src[m][n], words; both sizes multiples of 16. */
 #ifdef __AVX512F__
-static void turn_16x16(const uint32_t *src, long lds, uint32_t *dst, long ldd) {
+static void turn_16x16(const word *src, long lds, word *dst, long ldd) {
     __m512i r[16], t[16];
     for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(src + i * lds);
     for (int i = 0; i < 16; i += 2) {
@@ -150,19 +153,19 @@ static void turn_16x16(const uint32_t *src, long lds, uint32_t *dst, long ldd) {
     }
 }
 #else
-static void turn_16x16(const uint32_t *src, long lds, uint32_t *dst, long ldd) {
+static void turn_16x16(const word *src, long lds, word *dst, long ldd) {
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 16; j++) dst[j * ldd + i] = src[i * lds + j];
 }
 #endif
 
-static void turn_words(int m, int n, const uint32_t *src, long lds, uint32_t *dst, long ldd) {
+static void turn_words(int m, int n, const word *src, long lds, word *dst, long ldd) {
     for (int i = 0; i < m; i += 16)
         for (int j = 0; j < n; j += 16) turn_16x16(src + i * lds + j, lds, dst + j * ldd + i, ldd);
 }
 
 void pair_columns(int n, int k, const bf16 *src, long lds, uint32_t *dst, long ldd) {
-    turn_words(n, k / 2, (const uint32_t *)src, lds / 2, dst, ldd);
+    turn_words(n, k / 2, (const word *)src, lds / 2, dst, ldd);
 }
 
 void transpose(int m, int n, const bf16 *src, long lds, bf16 *dst, long ldd) {
@@ -171,7 +174,7 @@ void transpose(int m, int n, const bf16 *src, long lds, bf16 *dst, long ldd) {
         for (int j = 0; j < n; j += 64) {
             int columns = n - j < 64 ? n - j : 64;
             pair_rows(32, columns, src + i * lds + j, lds, words, 64);
-            turn_words(16, columns, words, 64, (uint32_t *)(dst + j * ldd + i), ldd / 2);
+            turn_words(16, columns, words, 64, (word *)(dst + j * ldd + i), ldd / 2);
         }
 }
 

@@ -23,7 +23,12 @@ static inline int thread_number(void) { return omp_get_thread_num(); }
 static inline int thread_number(void) { return 0; }
 #endif
 
-#if defined(__AVX512F__) || defined(__AMX_BF16__)
+/* Without tiles where the system does not grant them to us. */
+#if defined(__AMX_BF16__) && !defined(NO_TILES)
+#define TILES
+#endif
+
+#if defined(__AVX512F__) || defined(TILES)
 #include <immintrin.h>
 #endif
 
@@ -83,15 +88,18 @@ static inline float exp_fast(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t bits; float number; } scale = {.bits = ((int32_t)n + 127) << 23};
+    union { uint32_t bits; float number; } scale = {.bits = (uint32_t)((int32_t)n + 127) << 23};
     float result = p * scale.number;
     return x < -87.0f ? 0.0f : result;
 }
 
 static inline int round_up(int value, int step) { return (value + step - 1) / step * step; }
 
-/* Memory aligned to cache lines; NULL only when the system has none left. */
-static inline void *scratch(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+/* Memory aligned to cache lines; NULL only when the system has none left (for no bytes some systems
+   return NULL as well, so a line is taken). */
+static inline void *scratch(size_t bytes) {
+    return aligned_alloc(64, bytes ? (bytes + 63) / 64 * 64 : 64);
+}
 
 void tiles_open(void);
 void tiles_close(void);
