@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from openzaya.model.config import ModelConfig
 
-
 MAX_DECAY_BFLOAT16 = 0.98
 """Largest decay of a running mean that bf16 can hold: smaller steps are rounded away
 (`benchmarks/muon.py --part states`)."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from openzaya.config.recipe import OptimizerConfig
@@ -70,7 +71,9 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> dict[str, Opt
     return {"hidden": muon, "rest": rest}
 
 
-def _adamw(parameters: list[Tensor], config: OptimizerConfig, weight_decay: float) -> Optimizer:
+def _adamw(
+    parameters: Sequence[nn.Parameter], config: OptimizerConfig, weight_decay: float
+) -> Optimizer:
     """torch's, or ours for moments in bf16."""
     betas = (config.adamw_beta1, config.adamw_beta2)
     if config.adamw_state_dtype == "float32":
