@@ -24,6 +24,7 @@ _EPILOG = f"""\
 examples:
   openzaya inspect zaya1-8b                        at its longest context
   openzaya inspect zaya1-74b --context 8192 --batch 16
+  openzaya inspect zaya1-8b --moments bfloat16     memory with optimizer state in bf16
   openzaya inspect runs/first --json | jq .parameters.total
 
 presets: {", ".join(PRESETS)}
@@ -46,19 +47,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=int, default=1, metavar="N", help="sequences served at once (default: 1)"
     )
+    parser.add_argument(
+        "--moments",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="what training keeps Muon's momentum and AdamW's moments in (default: float32)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
-    from openzaya.model.accounting import account
+    from openzaya.model.accounting import BF16, FP32, account
 
     described = _describe(args.model)
     config = described if isinstance(described, ModelConfig) else described.model
     for option, value in (("--context", args.context), ("--batch", args.batch)):
         if value is not None and not 1 <= value <= 10**12:
             raise UserError(f"{option} is {value:.3g}; it must be from 1 to 1e12")
-    counted = account(config, args.context, args.batch)
+    moment_bytes = {"float32": FP32, "bfloat16": BF16}[args.moments]
+    counted = account(config, args.context, args.batch, moment_bytes)
     if args.json:
         stored = _stored(described)
         fields = {"config": config.model_dump(mode="json"), **stored, **counted.to_json()}
@@ -69,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{args.model}[/bold]  {_shape(config)}")
-    for table in _tables(config, counted):
+    for table in _tables(config, counted, "fp32" if moment_bytes == FP32 else "bf16"):
         console.print(table)
     console.print(_stored_line(described))
     if not config.residual_in_fp32:
@@ -136,7 +144,7 @@ def _shape(config: ModelConfig) -> str:
     )
 
 
-def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
+def _tables(config: ModelConfig, counted: Account, moments: str) -> Iterable[Table]:
     parameters, state = counted.parameters, counted.state
     p = parameters
     yield _table(
@@ -209,8 +217,8 @@ def _tables(config: ModelConfig, counted: Account) -> Iterable[Table]:
                 f"state, batch {counted.batch:,}",
                 binary(serving.state),
             ),
-            ("Muon momentum", binary(training.muon), "", ""),
-            ("AdamW moments", binary(training.adamw), "", ""),
+            (f"Muon momentum, {moments}", binary(training.muon), "", ""),
+            (f"AdamW moments, {moments}", binary(training.adamw), "", ""),
             ("all", binary(training.total), "all", binary(serving.total)),
         ],
         sums=(4,),

@@ -12,6 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from openzaya.model.config import ModelConfig
 
+MAX_DECAY_BFLOAT16 = 0.98
+"""Largest decay of a running mean that bf16 can hold: smaller steps are rounded away
+(`benchmarks/muon.py --part states`)."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -125,12 +129,33 @@ class OptimizerConfig(_Section):
     nesterov: bool = True
     newton_schulz_steps: int = Field(5, ge=1)
     newton_schulz_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    momentum_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What Muon's momentum is kept in; bfloat16 saves 2 bytes a weight."
+    )
     weight_decay: float = Field(0.1, ge=0, description="On matrices that Muon updates.")
     adamw_beta1: float = Field(0.9, ge=0, lt=1)
     adamw_beta2: float = Field(0.95, ge=0, lt=1)
     adamw_eps: float = Field(1e-8, gt=0)
     adamw_weight_decay: float = Field(0.0, ge=0)
+    adamw_state_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What AdamW's moments are kept in; bfloat16 saves 4 bytes a weight."
+    )
     clip_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        means = {
+            "momentum": self.momentum_dtype,
+            "adamw_beta1": self.adamw_state_dtype,
+            "adamw_beta2": self.adamw_state_dtype,
+        }
+        for name, dtype in means.items():
+            if dtype == "bfloat16" and getattr(self, name) > MAX_DECAY_BFLOAT16:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but a running mean kept in bfloat16 loses "
+                    f"steps that small: at most {MAX_DECAY_BFLOAT16}, or keep it in float32"
+                )
+        return self
 
 
 class BalanceConfig(_Section):

@@ -105,8 +105,8 @@ class TrainingMemory:
 
     Attributes:
         weights, gradients: fp32.
-        muon: one fp32 momentum for each parameter of the matrices.
-        adamw: two fp32 moments for each of the rest.
+        muon: one momentum for each parameter of the matrices.
+        adamw: two moments for each of the rest.
     """
 
     weights: int
@@ -155,12 +155,15 @@ class Account:
         return asdict(self)
 
 
-def account(config: ModelConfig, context: int | None = None, batch: int = 1) -> Account:
+def account(
+    config: ModelConfig, context: int | None = None, batch: int = 1, moment_bytes: int = FP32
+) -> Account:
     """Count everything.
 
     Args:
         context: tokens of a sequence; None takes the longest the model is made for.
         batch: sequences that are served at once.
+        moment_bytes: of one number of optimizer state.
     """
     context = config.max_position_embeddings if context is None else context
     parameters = count_parameters(config)
@@ -174,7 +177,7 @@ def account(config: ModelConfig, context: int | None = None, batch: int = 1) -> 
         training_flops=TRAINING_FACTOR * forward.total,
         decode=decode_flops(config, context),
         state=state,
-        training=training_memory(parameters),
+        training=training_memory(parameters, moment_bytes),
         serving=serving_memory(parameters, state, batch),
     )
 
@@ -313,11 +316,15 @@ def state_bytes(config: ModelConfig, context: int, kv_bytes: int = BF16) -> Stat
     )
 
 
-def training_memory(parameters: Parameters) -> TrainingMemory:
-    """fp32 weights and gradients; Muon keeps one number for each of its own, AdamW two."""
+def training_memory(parameters: Parameters, moment_bytes: int = FP32) -> TrainingMemory:
+    """fp32 weights and gradients; Muon keeps one number for each of its own, AdamW two.
+
+    Args:
+        moment_bytes: of one number of optimizer state (`momentum_dtype`, `adamw_state_dtype`).
+    """
     weights = gradients = FP32 * parameters.total
-    muon = FP32 * parameters.matrices
-    adamw = 2 * FP32 * (parameters.total - parameters.matrices)
+    muon = moment_bytes * parameters.matrices
+    adamw = 2 * moment_bytes * (parameters.total - parameters.matrices)
     return TrainingMemory(weights, gradients, muon, adamw, weights + gradients + muon + adamw)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from openzaya.config.recipe import OptimizerConfig
+from openzaya.optim.adamw import BF16AdamW
 from openzaya.optim.muon import Muon
 
 
@@ -50,34 +52,32 @@ def build_optimizers(model: nn.Module, config: OptimizerConfig) -> dict[str, Opt
     """
     parameters = dict(model.named_parameters())
     names = parameter_groups(model)
-    hidden = [{"params": [parameters[n] for n in names.hidden]}]
-    gate_up = {"params": [parameters[n] for n in names.gate_up], "split": 2}
-    betas = (config.adamw_beta1, config.adamw_beta2)
-    rest = AdamW(
-        [parameters[n] for n in names.rest],
-        betas=betas,
-        eps=config.adamw_eps,
-        weight_decay=config.adamw_weight_decay,
-        fused=True,
-    )
+    rest = _adamw([parameters[n] for n in names.rest], config, config.adamw_weight_decay)
     if config.hidden == "adamw":
         matrices = [parameters[n] for n in (*names.hidden, *names.gate_up)]
-        return {
-            "hidden": AdamW(
-                matrices,
-                betas=betas,
-                eps=config.adamw_eps,
-                weight_decay=config.weight_decay,
-                fused=True,
-            ),
-            "rest": rest,
-        }
+        return {"hidden": _adamw(matrices, config, config.weight_decay), "rest": rest}
     muon = Muon(
-        [*hidden, gate_up],
+        [
+            {"params": [parameters[n] for n in names.hidden]},
+            {"params": [parameters[n] for n in names.gate_up], "split": 2},
+        ],
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
         steps=config.newton_schulz_steps,
         dtype=getattr(torch, config.newton_schulz_dtype),
+        momentum_dtype=getattr(torch, config.momentum_dtype),
     )
     return {"hidden": muon, "rest": rest}
+
+
+def _adamw(
+    parameters: Sequence[nn.Parameter], config: OptimizerConfig, weight_decay: float
+) -> Optimizer:
+    """torch's, or ours for moments in bf16."""
+    betas = (config.adamw_beta1, config.adamw_beta2)
+    if config.adamw_state_dtype == "float32":
+        return AdamW(
+            parameters, betas=betas, eps=config.adamw_eps, weight_decay=weight_decay, fused=True
+        )
+    return BF16AdamW(parameters, betas=betas, eps=config.adamw_eps, weight_decay=weight_decay)
