@@ -28,11 +28,12 @@ class TokenizerConfig(_Section):
 class SourceConfig(_Section):
     """One source of documents."""
 
-    kind: Literal["text", "jsonl", "parquet", "hub", "bundled", "stdlib", "tasks"] = Field(
+    kind: Literal["text", "jsonl", "parquet", "hub", "bundled", "stdlib", "tasks", "chat"] = Field(
         description="text: files, one document each (or split by `separator`); jsonl and parquet: "
         "one document per row; hub: Hugging Face `datasets`; bundled: text shipped with the "
         "package; stdlib: this Python's own source and documentation; tasks: generated "
-        "arithmetic with verifiable answers."
+        "arithmetic with verifiable answers; chat: jsonl or parquet rows with `messages` (and "
+        "`tools`), shown as the model's own chat template shows them, always in whole documents."
     )
     path: str | None = Field(None, description="File, folder or glob; hub: the data set's name.")
     field: str = Field("text", description="Column of jsonl, parquet and hub rows.")
@@ -49,15 +50,23 @@ class SourceConfig(_Section):
     whole: bool = Field(
         False, description="Pack whole documents only (never cut one at a window border)."
     )
+    loss_on: tuple[Literal["system", "user", "assistant", "tool"], ...] = Field(
+        ("assistant",), min_length=1, description="chats: roles whose tokens are learned."
+    )
     heldout: float = Field(
         0.02, ge=0, lt=1, description="Share of documents kept for evaluation, never trained on."
     )
 
     @model_validator(mode="after")
     def _check(self) -> SourceConfig:
-        if self.kind in ("text", "jsonl", "parquet", "hub", "bundled") and not self.path:
+        if self.kind in ("text", "jsonl", "parquet", "hub", "bundled", "chat") and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs `path`")
         return self
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether documents are never cut."""
+        return self.whole or self.kind == "chat"
 
 
 class PhaseConfig(_Section):

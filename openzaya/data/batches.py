@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from openzaya.config.recipe import PhaseConfig, SourceConfig
+from openzaya.data.conversations import ChatEncoder
 from openzaya.data.mixture import Mixture
 from openzaya.data.packing import Batch, Row, packed_row, stack
 from openzaya.data.readers import RowReader, TaskReader, WholeReader, WindowReader
@@ -43,6 +44,7 @@ class DataPlan:
         cache_dir: str | Path,
         seed: int,
         progress: SourceProgress | None = None,
+        chat: ChatEncoder | None = None,
     ) -> None:
         """Opens (and where needed tokenises) every source that is used.
 
@@ -53,12 +55,14 @@ class DataPlan:
             cache_dir: Where tokenised sources are kept.
             seed: Names the order of everything.
             progress: Called while a source is tokenised.
+            chat: Encodes conversations; None takes our own format.
 
         Raises:
             UserError: if a source cannot be read, is empty, or is shorter than one window.
         """
         self._sources, self._phases = sources, phases
         self._tokenizer, self._seed = tokenizer, seed
+        self._chat = chat or ChatEncoder(tokenizer)
         self.stores: dict[str, TextStore] = {}
         self.dropped: dict[tuple[int, str], int] = {}
         self._mixtures = [
@@ -67,7 +71,9 @@ class DataPlan:
         for name in dict.fromkeys(name for mix in self._mixtures for name in mix.sources):
             if sources[name].kind != "tasks":
                 report = None if progress is None else _named(progress, name)
-                self.stores[name] = open_store(name, sources[name], tokenizer, cache_dir, report)
+                self.stores[name] = open_store(
+                    name, sources[name], tokenizer, cache_dir, report, self._chat
+                )
         self._readers = [
             {name: self._reader(index, name) for name in mixture.sources}
             for index, mixture in enumerate(self._mixtures)
@@ -77,9 +83,9 @@ class DataPlan:
         source, context = self._sources[name], self._phases[phase].context
         keys = (self._seed, "phase", phase, name)
         if source.kind == "tasks":
-            return TaskReader(source, self._tokenizer, context, name, *keys)
+            return TaskReader(source, self._chat, context, name, *keys)
         side = self.stores[name].train
-        if not source.whole:
+        if not source.keeps_whole:
             return WindowReader(side, context, name, *keys)
         reader = WholeReader(side, context, self._tokenizer.pad_id, name, *keys)
         if reader.dropped:
@@ -118,11 +124,11 @@ class DataPlan:
         source, pad_id = self._sources[source_name], self._tokenizer.pad_id
         if source.kind == "tasks":
             reader = TaskReader(
-                source, self._tokenizer, context, source_name, "evaluation", heldout=True
+                source, self._chat, context, source_name, "evaluation", heldout=True
             )
             return stack([reader.row(ordinal) for ordinal in range(sequences)])
         side = self._heldout_side(source_name)
-        if source.whole:
+        if source.keeps_whole:
             packs = WholeReader(side, context, pad_id, source_name, "evaluation")
             count = min(sequences, packs.per_epoch)
             return stack([packs.row(ordinal) for ordinal in range(count)])

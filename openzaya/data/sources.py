@@ -1,7 +1,8 @@
 """Documents of a text source, always in the same order.
 
-`documents` yields the texts, `fingerprint` names their content so that a cache can tell when it
-changed. Documents of nothing but white space are left out.
+`documents` yields the texts (and `conversations` the turns of a chat source), `fingerprint` names
+their content so that a cache can tell when it changed. Documents of nothing but white space are
+left out.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from openzaya.config.recipe import SourceConfig
+from openzaya.data.conversations import Conversation, parse_conversation
 from openzaya.errors import UserError
 
 CORPUS = Path(__file__).parent / "corpus"
 GROUP_CHARACTERS = 2_000
-_SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
+_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "text": ("",),
+    "jsonl": (".jsonl",),
+    "parquet": (".parquet",),
+    "chat": (".jsonl", ".parquet"),
+}
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 
 
@@ -44,6 +51,23 @@ def documents(source: SourceConfig, name: str) -> Iterator[str]:
             f"source {name!r} (kind {source.kind}, path {source.path!r}) holds no text: "
             "check its path, or the column that `field` names"
         )
+
+
+def conversations(source: SourceConfig, name: str) -> Iterator[Conversation]:
+    """The conversations of a source of kind chat; those in which nothing is said are left out.
+
+    Raises:
+        UserError: as `documents`, or if a row holds no conversation.
+    """
+    for path in _files(source, name):
+        if path.suffix == ".parquet":
+            rows, sparse = _parquet_rows(path, name, ("messages", "tools")), True
+        else:
+            rows, sparse = _jsonl_rows(path, name), False
+        for where, row in rows:
+            conversation = parse_conversation(row, where, sparse)
+            if not conversation.text.isspace() and conversation.text:
+                yield conversation
 
 
 def fingerprint(source: SourceConfig, name: str) -> str:
@@ -71,8 +95,8 @@ def _files(source: SourceConfig, name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        suffix = _SUFFIXES[source.kind]
-        inside = [p for p in path.rglob(f"*{suffix}") if p.is_file()]
+        suffixes = _SUFFIXES[source.kind]
+        inside = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(suffixes)]
         found = [p for p in inside if not any(s.startswith(".") for s in p.relative_to(path).parts)]
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
@@ -149,24 +173,38 @@ def _value(row: dict[str, Any], source: SourceConfig, where: str) -> str:
 
 def _jsonl(source: SourceConfig, name: str) -> Iterator[str]:
     for path in _files(source, name):
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"source {name!r}: {path}:{number}"
-                try:
-                    row = json.loads(line)
-                except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
-                    raise UserError(
-                        f"{where}: not JSON ({error}): every line must be one object"
-                    ) from error
-                if not isinstance(row, dict):
-                    raise UserError(f"{where}: every line must be an object, {{...}}")
-                yield _value(row, source, where)
+        for where, row in _jsonl_rows(path, name):
+            yield _value(row, source, where)
+
+
+def _jsonl_rows(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file, each with its place."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"source {name!r}: {path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
+                raise UserError(
+                    f"{where}: not JSON ({error}): every line must be one object"
+                ) from error
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: every line must be an object, {{...}}")
+            yield where, row
 
 
 def _parquet(source: SourceConfig, name: str) -> Iterator[str]:
-    files = _files(source, name)
+    for path in _files(source, name):
+        for _, row in _parquet_rows(path, name, (source.field,)):
+            yield _value(row, source, f"source {name!r}: {path}")
+
+
+def _parquet_rows(
+    path: Path, name: str, wanted: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a file, each with its place; the first of the wanted columns must be there."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -174,18 +212,29 @@ def _parquet(source: SourceConfig, name: str) -> Iterator[str]:
         raise UserError(
             f"source {name!r} is parquet, which needs pyarrow: pip install 'openzaya[parquet]'"
         ) from error
-    for path in files:
-        where = f"source {name!r}: {path}"
-        try:
-            with parquet.ParquetFile(path) as file:
-                columns = file.schema_arrow.names
-                if source.field not in columns:
-                    _value(dict.fromkeys(columns), source, where)
-                for batch in file.iter_batches(batch_size=1024, columns=[source.field]):
-                    for row in batch.to_pylist():
-                        yield _value(row, source, where)
-        except pyarrow.ArrowException as error:
-            raise UserError(f"{where}: not a readable parquet file ({error})") from error
+    where = f"source {name!r}: {path}"
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            there = [column for column in wanted if column in columns]
+            if wanted[0] not in there:
+                hint = "set `field` to the one that holds the text"
+                raise UserError(
+                    f"{where}: no column {wanted[0]!r}; there are {', '.join(columns)}: "
+                    + ("call the one with the turns so" if wanted[0] == "messages" else hint)
+                )
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=there):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{where}:{number}", row
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{where}: not a readable parquet file ({error})") from error
+
+
+def _chat(source: SourceConfig, name: str) -> Iterator[str]:
+    for conversation in conversations(source, name):
+        yield conversation.text
 
 
 def _hub(source: SourceConfig, name: str) -> Iterator[str]:
@@ -228,4 +277,5 @@ _READERS = {
     "hub": _hub,
     "bundled": _bundled,
     "stdlib": _stdlib,
+    "chat": _chat,
 }

@@ -198,7 +198,7 @@ class _Trainer:
             return
         with atomic_folder(path) as folder:
             self.state.save(folder)
-            write_tokenizer_files(self.tokenizer, folder)
+            write_tokenizer_files(self.tokenizer, folder, self.run_folder)
             (folder / RECIPE).write_text(recipe_to_toml(self.recipe))
         self.saved_step = self.state.step
         prune(self.run_folder, self.recipe.run.keep_checkpoints, path)
