@@ -93,9 +93,9 @@ def packed_row(documents: Iterable[Document], length: int, pad_id: int) -> Row:
         end = at + len(ids)
         tokens[at:end] = ids
         wanted = tokens[at + 1 : end]
-        targets[at : end - 1] = (
-            wanted if mask is None else np.where(np.asarray(mask)[1:], wanted, IGNORE)
-        )
+        if mask is not None:
+            wanted = np.where(np.asarray(mask)[1:], wanted, IGNORE)
+        targets[at : end - 1] = wanted
         positions[at:end] = np.arange(len(ids))
         at = end
     positions[at:] = np.arange(length - at)

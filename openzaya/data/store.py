@@ -2,8 +2,9 @@
 
 A cache folder holds for each side (train, heldout) the ids of all its documents one after another,
 each ended by the eos id, and the offsets at which documents start. Conversations end as their chat
-format ends them, and have a mask of the tokens that are to be learned. The folder's name is a digest of
-everything its content depends on, so a changed source or tokenizer simply gets another folder.
+format ends them, and have a mask of the tokens that are to be learned. The folder's name is a
+digest of everything its content depends on, so a changed source or tokenizer simply gets another
+folder.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class Side:
 
     def document_mask(self, index: int) -> npt.NDArray[np.uint8] | None:
         """Mask of one document, [length]; None: everything is to be predicted."""
-        return (
-            None if self.mask is None else self.mask[self.offsets[index] : self.offsets[index + 1]]
-        )
+        if self.mask is None:
+            return None
+        return self.mask[self.offsets[index] : self.offsets[index + 1]]
 
 
 @dataclass(frozen=True)

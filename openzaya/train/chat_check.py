@@ -17,7 +17,7 @@ def check_tool_calls(conversation: Conversation, encoder: ChatEncoder) -> None:
     Raises:
         UserError: naming the place, if something else comes back, or a call in the text is none.
     """
-    wrapper = wrapper_of(encoder.template and encoder.template.source)
+    wrapper = wrapper_of(None if encoder.template is None else encoder.template.source)
     for index, message in enumerate(conversation.messages):
         calls = message.get("tool_calls", [])
         wrapped = any(f"<{tag}>" in message["content"] for tag in WRAPPERS)
