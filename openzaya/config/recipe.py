@@ -128,6 +128,36 @@ class OptimizerConfig(_Section):
     clip_norm: float = Field(1.0, gt=0, description="Global gradient norm is clipped to this.")
 
 
+class AdapterConfig(_Section):
+    """Train an adapter (PEFT's format) instead of the weights; the base and its balance stay."""
+
+    kind: Literal["lora", "dora"] = Field(
+        "lora", description="dora adds a magnitude per output channel; not for experts."
+    )
+    rank: int = Field(16, ge=1, description="Inner size of every pair of factors.")
+    alpha: float = Field(32.0, gt=0, description="The change is scaled by alpha / rank.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of input channels that each micro-batch leaves out."
+    )
+    targets: tuple[str, ...] = Field(
+        ("attention",),
+        min_length=1,
+        description="attention, experts, router, or names of matrices (o_proj.weight).",
+    )
+    base_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What the frozen matrices are held in, where precision allows."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> AdapterConfig:
+        if self.kind == "dora" and any("experts" in target for target in self.targets):
+            raise ValueError(
+                "dora has no magnitudes for experts, as no file format does: take kind = 'lora', "
+                "or adapt attention and router only"
+            )
+        return self
+
+
 class BalanceConfig(_Section):
     """Controller of the router's balancing biases."""
 
@@ -181,6 +211,12 @@ class Recipe(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     balance: BalanceConfig = BalanceConfig()
     run: RunConfig = RunConfig()
+    adapter: AdapterConfig | None = Field(
+        None, description="Trains an adapter of `start_from`; None trains all weights."
+    )
+    neftune_alpha: float = Field(
+        0.0, ge=0, description="Noise on embeddings in training (arXiv 2310.05914); 5 is usual."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -203,6 +239,8 @@ class Recipe(_Section):
                     f"phase {phase.name!r}: context {phase.context} is longer than the model's "
                     f"max_position_embeddings {self.model.max_position_embeddings}"
                 )
+        if self.adapter is not None:
+            self._check_adapter(self.adapter)
         trained = self.tokenizer.path is None and self.start_from is None
         if trained and self.tokenizer.vocab_size > self.model.vocab_size:
             raise ValueError(
@@ -210,6 +248,21 @@ class Recipe(_Section):
                 f"model.vocab_size {self.model.vocab_size}"
             )
         return self
+
+    def _check_adapter(self, adapter: AdapterConfig) -> None:
+        if self.start_from is None:
+            raise ValueError("an adapter adapts a trained model: set start_from")
+        changed = [p.name for p in self.phases if self.rope_theta(p) != self.model.rope_theta]
+        if changed:
+            raise ValueError(
+                f"phase {changed[0]!r}: an adapter cannot hold another rope_theta than its base "
+                f"model's {self.model.rope_theta:g}: leave rope_theta out"
+            )
+        if adapter.base_dtype == "bfloat16" and self.run.compute_dtype != "bfloat16":
+            raise ValueError(
+                "adapter.base_dtype bfloat16 would round the sum of weight and change, which "
+                f"run.compute_dtype {self.run.compute_dtype} computes with: hold it in float32"
+            )
 
     def evaluated(self, phase: PhaseConfig) -> list[str]:
         """Sources whose held-out loss is measured in a phase."""

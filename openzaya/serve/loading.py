@@ -10,7 +10,7 @@ import torch
 from openzaya.checkpoint.dialects import read_config
 from openzaya.checkpoint.load import Residual, load_model
 from openzaya.checkpoint.lora import read_adapter
-from openzaya.checkpoint.run import find_checkpoint, to_stderr
+from openzaya.checkpoint.run import find_adapter, find_checkpoint, to_stderr
 from openzaya.data.template import read_json, read_template
 from openzaya.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from openzaya.errors import UserError
@@ -57,7 +57,7 @@ def open_folder(
     """Open a model folder that `find_checkpoint` has returned.
 
     Args:
-        adapter: folder of a LoRA adapter to keep beside the weights.
+        adapter: folder of a LoRA adapter to keep beside the weights, or a run that trained one.
         residual: as `load_model`.
 
     Raises:
@@ -70,7 +70,9 @@ def open_folder(
             f"{folder} has no {TOKENIZER_FILE}: copy the one that the model was trained with there"
         )
     tokenizer = Tokenizer.load(file)
-    lora = None if adapter is None else read_adapter(adapter, read_config(folder))
+    lora = None
+    if adapter is not None:
+        lora = read_adapter(find_adapter(adapter), read_config(folder))
     model = load_model(folder, dtype, device, residual)
     if lora is not None:
         attach(model, lora)

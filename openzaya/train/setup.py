@@ -189,6 +189,7 @@ def architecture_of(start_from: str, folder: Path) -> ModelConfig:
 def _start(recipe: Recipe, folder: Path, claimed: bool, console: Console) -> Path | None:
     """The checkpoint to start from, as long as the run has nothing of its own to go on with."""
     own = claimed and list_checkpoints(folder) and (folder / TOKENIZER_FILE).is_file()
+    own = own and recipe.adapter is None  # whose checkpoints do not hold the weights
     if recipe.start_from is None or own:
         return None
     start = find_checkpoint(recipe.start_from, console.print)
@@ -201,7 +202,9 @@ def _check_architecture(recipe: Recipe, start: Path) -> None:
     free = {"rope_theta", "sliding_rope_theta", "max_position_embeddings", "residual_in_fp32"}
     free |= {"layer_types"}  # compared filled in
     theirs = read_config(start)
-    if "none" not in (theirs.skip_expert, recipe.model.skip_expert):
+    if recipe.adapter is not None:  # which is used with the base as it is
+        free -= {"rope_theta", "sliding_rope_theta"}
+    elif "none" not in (theirs.skip_expert, recipe.model.skip_expert):
         free |= {"skip_expert"}  # identity and zero have the same tensors
     ours, given = (config.model_dump(mode="json") for config in (recipe.model, theirs))
     differ = [name for name in given if name not in free and ours[name] != given[name]]
@@ -217,10 +220,15 @@ def _check_architecture(recipe: Recipe, start: Path) -> None:
 def _model(recipe: Recipe, folder: Path, start: Path | None) -> Zaya:
     """Weights of the checkpoint to start from, or random ones."""
     compute_dtype = getattr(torch, recipe.run.compute_dtype)
-    if start is not None and not list_checkpoints(folder):
+    if start is not None and (recipe.adapter is not None or not list_checkpoints(folder)):
+        low = recipe.adapter is not None and recipe.adapter.base_dtype == "bfloat16"
         # Of the recipe's architecture: the skip class may mean something else there.
         return load_model(
-            start, compute_dtype, residual="trained", matrices="float32", config=recipe.model
+            start,
+            compute_dtype,
+            residual="trained",
+            matrices="compute" if low else "float32",
+            config=recipe.model,
         ).train()
     model = Zaya(recipe.model, compute_dtype)
     init_weights(model, recipe.seed)
@@ -315,7 +323,7 @@ def _check_sources(plan: DataPlan, folder: Path, claimed: bool) -> None:
 
 def _check_room(state: TrainState, recipe: Recipe, folder: Path) -> None:
     """Weights, gradients' moments and one more checkpoint than is kept must fit on the disk."""
-    weights = sum(p.numel() * 4 for p in state.model.parameters())
+    weights = sum(p.numel() * 4 for p in state.model.parameters() if p.requires_grad)
     there = min(len(list_checkpoints(folder)), recipe.run.keep_checkpoints)
     need = 3 * weights * (recipe.run.keep_checkpoints + 1 - there)
     free = shutil.disk_usage(folder).free
