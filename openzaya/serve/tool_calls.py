@@ -12,8 +12,8 @@ One line break after `<parameter=KEY>` and one before `</parameter>` belong to t
 VALUE is text or JSON is for the function's schema to say; without one it is text. Values may hold
 anything, the format's own tags included, as long as they do not end in all the closing tags: a
 value goes up to the first `</parameter>` that another parameter or the function's end follows.
-Published ZAYA1 templates put `zyphra_tool_call` around a call (docs/formats.md); what counts is the
-template of the checkpoint. JSON inside the wrapper is not the format, and stays text.
+ZAYA1's published template puts `zyphra_tool_call` around a call; what counts is the template of the
+checkpoint. JSON inside the wrapper is not the format, and stays text.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from openzaya.data.sources import conversations
 from openzaya.data.store import open_store
 from openzaya.data.template import ChatTemplate, read_template
 from openzaya.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from openzaya.data.vocabulary import sample
 from openzaya.errors import UserError
 
 ASSISTANT = 1 + ROLES.index("assistant")
@@ -355,6 +356,21 @@ def test_sources_that_teach_nothing(tmp_path: Path, tokenizer: Tokenizer) -> Non
         open_store("c", source, tokenizer, tmp_path / "cache")
     with pytest.raises(UserError, match="no chat file"):
         list(conversations(source.model_copy(update={"path": str(tmp_path / "no")}), "c"))
+
+
+def test_a_tokenizer_learns_from_what_is_said_and_not_held_out(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "data").mkdir()
+    rows = [{"messages": [*PLAIN[:2], {"role": "assistant", "content": f"n{n}"}]} for n in range(9)]
+    source = chats(tmp_path / "data", rows)
+    store = open_store("c", source, tokenizer, tmp_path / "cache")
+    texts = list(sample({"c": source}, 10_000))
+    assert len(texts) == len(store.train)
+    stored = [tokenizer.decode(store.train.document(i)) for i in range(len(store.train))]
+    for text, document in zip(texts, stored, strict=True):
+        assert text.startswith("Be brief.\n2 + 3?\nn")
+        assert document.rstrip().endswith(text[-2:])
 
 
 def test_templates_in_folders(tmp_path: Path, tokenizer: Tokenizer) -> None:
