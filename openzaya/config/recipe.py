@@ -129,7 +129,10 @@ class OptimizerConfig(_Section):
 
 
 class AdapterConfig(_Section):
-    """Train an adapter (PEFT's format) instead of the weights; the base and its balance stay."""
+    """Train an adapter (PEFT's format, by AdamW) instead of the weights; the base stays.
+
+    So do its balancing biases, whatever `balance` says, as an adapter cannot hold them.
+    """
 
     kind: Literal["lora", "dora"] = Field(
         "lora", description="dora adds a magnitude per output channel; not for experts."

@@ -174,7 +174,8 @@ class ChatEncoder:
         """Changes with everything that the ids depend on."""
         parts = [self.tokenizer.digest]
         if self.template is not None:
-            parts += [self.template.source, json.dumps(self.template.tokens, sort_keys=True)]
+            settings = [self.template.tokens, list(self.template.control)]
+            parts += [self.template.source, json.dumps(settings, sort_keys=True)]
         return "\0".join(parts)
 
     def encode(self, conversation: Conversation, loss_on: Sequence[str]) -> list[Encoded]:

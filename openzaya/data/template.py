@@ -22,7 +22,12 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from openzaya.data.chat import CHAT_TEMPLATE
-from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from openzaya.data.tokenizer import (
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+)
 from openzaya.errors import UserError
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -87,6 +92,7 @@ class ChatTemplate:
             ) from error
         self.marks_generation = re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
         self._marks = {n: f"{_NAME}{i}{_END_NAME}" for i, n in enumerate(self.control) if n}
+        self._speller = self.tokenizer.spelling_out(self._marks)
         longest_first = sorted(self._marks, key=len, reverse=True)
         self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -161,7 +167,7 @@ class ChatTemplate:
 
     def end_of_turn(self, text: str) -> int:
         """Where the last control token of a turn ends, if but white space follows; else its end."""
-        end = max((text.rfind(name) + len(name) for name in self._marks if name in text), default=0)
+        end = max((match.end() for match in self._names.finditer(text)), default=0)
         return end if end and not text[end:].strip() else len(text)
 
     def encode(self, text: str) -> list[int]:
@@ -169,7 +175,7 @@ class ChatTemplate:
         ids: list[int] = []
         for number, part in enumerate(_MARKED.split(text)):
             if number % 2:
-                ids += self.tokenizer.encode(self.control[int(part)])
+                ids += self._speller.encode(self.control[int(part)])
             elif part:
                 ids += self.tokenizer.encode(part, special=True)
         return ids
@@ -203,7 +209,7 @@ def read_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         if token is not None:
             tokens[name] = token
     added = read_json(folder / TOKENIZER_FILE).get("added_tokens", [])
-    control = [token["content"] for token in added]
+    control = [t["content"] for t in added if _is_control(t["content"], t["special"], source)]
     return ChatTemplate(tokenizer, source, control, tokens, str(where))
 
 
@@ -220,6 +226,15 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}; download or save it again") from error
     return content
+
+
+def _is_control(name: str, special: bool, source: str) -> bool:
+    """Whether an added token is one that nobody may write by typing.
+
+    Tokenizers also add line breaks, spaces and tags of HTML, which are text like any other, and
+    often do not call special what their template writes around calls and reasoning.
+    """
+    return bool(name.strip()) and (special or name in source or name in SPECIAL_TOKENS)
 
 
 def _raise(message: str) -> NoReturn:

@@ -222,7 +222,8 @@ def _change(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tenso
     wide = torch.promote_types(weight.dtype, torch.float32)
     changed = product(weight.to(wide), b.to(wide), a.to(wide), alpha=scale)
     if magnitude is not None:
-        changed = changed * (magnitude.to(wide) / changed.detach().norm(dim=-1))[..., None]
+        length = changed.detach().norm(dim=-1).clamp_min(torch.finfo(wide).tiny)
+        changed = changed * (magnitude.to(wide) / length)[..., None]
     return changed.to(weight.dtype)
 
 

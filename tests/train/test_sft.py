@@ -285,6 +285,7 @@ def test_an_adapter_is_not_taken_for_a_model(base, tune, tmp_path):
         (['adapter.targets=["embed_tokens.weight"]'], "cannot be adapted"),
         (['adapter.targets=["nothing"]'], "no matrix 'nothing'"),
         (["adapter.rank=0"], "adapter.rank"),
+        (["adapter.rnak=1"], r"adapter\.rnak: unknown key \(did you mean 'rank'"),
         (["model.rope_theta=123.0"], "rope_theta is 123.0"),
     ],
 )
