@@ -32,6 +32,7 @@ from rich.table import Table
 from openzaya.config.load import load_recipe
 from openzaya.config.recipe import SourceConfig
 from openzaya.data.batches import DataPlan
+from openzaya.data.conversations import ChatEncoder
 from openzaya.data.packing import stack
 from openzaya.data.read_model import PUBLISHED, PUBLISHED_IOPS, ReadModel
 from openzaya.data.readers import WindowReader
@@ -79,7 +80,7 @@ def tokenise(scratch: Path, megabytes: int, console: Console) -> float:
     for workers in (1, 2):
         began = time.perf_counter()
         out = scratch / f"built-{workers}"
-        manifest = build_shards(out, source, "library", tokenizer, 1 << 22, workers)
+        manifest = build_shards(out, source, "library", ChatEncoder(tokenizer), 1 << 22, workers)
         seconds = time.perf_counter() - began
         tokens = manifest.tokens("train") + manifest.tokens("heldout")
         rate = manifest.text_bytes / seconds / 1e6

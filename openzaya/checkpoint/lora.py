@@ -1,7 +1,8 @@
 """LoRA adapters on disk: the folders of PEFT, in native or in legacy names.
 
 `adapter_config.json` says what is adapted and how strongly, `adapter_model.safetensors` holds the
-factors. A linear map has `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank]. A
+factors. A linear map has `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank], with
+DoRA also `NAME.lora_magnitude_vector` [out]. A
 native expert stack is a parameter and no module: its factors belong to the module `mlp.experts`,
 A as [experts * rank, in] with ranks inside experts, B as [out, rank * experts] with experts inside
 ranks. Where both stacks are adapted, one `base_layer` in the name marks the one that was wrapped
@@ -46,9 +47,9 @@ from openzaya.checkpoint.lora_names import (
 from openzaya.checkpoint.tensors import Entry, Layout, entries, has_layout
 from openzaya.errors import UserError
 from openzaya.model.config import ModelConfig
-from openzaya.model.lora import Adapter, Pair, check_shape, kind_of, refusal, scale_of
+from openzaya.model.lora import Adapter, Pair, check_shape, is_dora, kind_of, refusal, scale_of
 
-__all__ = ["Adapter", "read_adapter", "write_adapter"]
+__all__ = ["Adapter", "read_adapter", "save_adapter", "write_adapter"]
 
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
@@ -56,7 +57,8 @@ PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _KEY = re.compile(
     re.escape(_PREFIX)
-    + r"(?P<module>.+?)(?P<nesting>(?:\.base_layer)*)\.lora_(?P<side>[AB])\.weight"
+    + r"(?P<module>.+?)(?P<nesting>(?:\.base_layer)*)\.lora_"
+    + r"(?:(?P<side>[AB])\.weight|(?P<magnitude>magnitude_vector))"
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -67,7 +69,7 @@ class _Stored:
 
     Attributes:
         key: common part of the two names.
-        sides: the tensors "A" and "B".
+        sides: the tensors "A" and "B", and "M", the magnitudes of DoRA.
     """
 
     key: str
@@ -96,6 +98,8 @@ def read_adapter(folder: Path, config: ModelConfig, layout: Layout | None = None
         match = _KEY.fullmatch(name)
         if match is None:
             raise UserError(f"{where}: {name} is no factor A or B of a matrix.")
+        if match["magnitude"] and not settings.use_dora:
+            raise UserError(f"{where}: {name} is there, but use_dora is off in {CONFIG}.")
         keys[name] = match
     if not keys:
         raise UserError(f"{where} is empty.")
@@ -111,11 +115,12 @@ def read_adapter(folder: Path, config: ModelConfig, layout: Layout | None = None
     parameters = set(settings.target_parameters)
     for name, match in keys.items():
         place = names.place(layout, match, parameters, where)
-        twin = taken.setdefault((place.entry.native, place.expert, match["side"]), name)
+        side = match["side"] or "M"
+        twin = taken.setdefault((place.entry.native, place.expert, side), name)
         if twin != name:
             raise UserError(f"{where}: {twin} and {name} are the same matrix.")
         stored = found.setdefault(place, _Stored(name.rpartition(".lora_")[0]))
-        stored.sides[match["side"]] = tensors[name]
+        stored.sides[side] = tensors[name]
     check_targets(settings, {place.target for place in found}, names, layout, where)
     parts: dict[str, dict[int | None, Pair]] = defaultdict(dict)
     for place, stored in found.items():
@@ -158,9 +163,12 @@ def _read_tensors(folder: Path) -> tuple[dict[str, Tensor], Layout | None]:
 
 def _pair(place: Place, stored: _Stored, settings: Settings, layout: Layout, where: str) -> Pair:
     """Check one pair and unfold a native stack."""
-    for side in "AB":
+    for side in "ABM" if settings.use_dora else "AB":
         if side not in stored.sides:
-            raise UserError(f"{where}: {stored.key}.lora_{side}.weight is missing.")
+            spelled = "magnitude_vector" if side == "M" else f"{side}.weight"
+            raise UserError(f"{where}: {stored.key}.lora_{spelled} is missing.")
+    if settings.use_dora and place.entry.row.stacked:
+        raise UserError(f"{where}: {stored.key} is DoRA of experts, which is not implemented.")
     rank, alpha = settings.rank(place.target), settings.alpha(place.target)
     *experts, rows, columns = place.entry.part_shape(layout)
     count = experts[0] if experts else 1
@@ -179,7 +187,13 @@ def _pair(place: Place, stored: _Stored, settings: Settings, layout: Layout, whe
     if experts:
         a = a.view(count, rank, columns)
         b = b.view(rows, rank, count).permute(2, 0, 1).contiguous()
-    return Pair(a, b, scale_of(rank, alpha, settings.use_rslora))
+    magnitude = stored.sides.get("M")
+    if magnitude is not None and tuple(magnitude.shape) != (rows,):
+        raise UserError(
+            f"{where}: {stored.key}.lora_magnitude_vector has shape {list(magnitude.shape)}; the "
+            f"model needs {[rows]}."
+        )
+    return Pair(a, b, scale_of(rank, alpha, settings.use_rslora), magnitude)
 
 
 def _stack(entry: Entry, parts: dict[int | None, Pair], where: str) -> Pair:
@@ -218,6 +232,19 @@ def write_adapter(
             for the model, the folder holds something else, or cannot be written.
     """
     _check_writable(adapter, folder, config, layout)
+    with atomic_folder(folder) as scratch:
+        save_adapter(adapter, scratch, config, layout)
+
+
+def save_adapter(
+    adapter: Adapter, folder: Path, config: ModelConfig, layout: Layout = "native"
+) -> None:
+    """Write the files of an adapter into an existing folder (make it with `atomic_folder`).
+
+    Raises:
+        UserError: if a matrix does not fit the model or is not finite, or the layout has no names.
+    """
+    _check_adapter(adapter, config, layout)
     tensors: dict[str, Tensor] = {}
     targets: dict[bool, list[str]] = {False: [], True: []}  # modules, and parameters
     ranks: dict[str, int] = {}
@@ -230,6 +257,9 @@ def write_adapter(
         for module, target, a, b in _fold(entry, pair, adapter, layout):
             tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.detach().cpu().contiguous()
             tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.detach().cpu().contiguous()
+            if pair.magnitude is not None:
+                magnitude = pair.magnitude.detach().cpu().contiguous()
+                tensors[f"{_PREFIX}{module}.lora_magnitude_vector"] = magnitude
             targets[stack].append(target)
             if pair.rank != adapter.rank:
                 ranks[target] = pair.rank
@@ -249,16 +279,15 @@ def write_adapter(
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_dora": False,
+        "use_dora": is_dora(adapter),
         "inference_mode": True,
         "peft_version": ".".join(map(str, STACKS_SINCE)),
     }
     metadata = {"format": "pt"}
     if Names(config).guess({*targets[False], *targets[True]}) is None:
         metadata["layout"] = layout  # only where needed: entries have no fixed order in the file
-    with atomic_folder(folder) as scratch:
-        (scratch / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        save_file(tensors, scratch / WEIGHTS, metadata)
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    save_file(tensors, folder / WEIGHTS, metadata)
 
 
 def _fold(
@@ -278,13 +307,17 @@ def _fold(
 
 
 def _check_writable(adapter: Adapter, folder: Path, config: ModelConfig, layout: Layout) -> None:
+    _check_adapter(adapter, config, layout)
+    other = folder.is_file() or any(folder.glob("*"))
+    if other and not (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is no adapter and is not replaced; choose another folder.")
+
+
+def _check_adapter(adapter: Adapter, config: ModelConfig, layout: Layout) -> None:
     if not adapter.pairs:
         raise UserError("the adapter changes nothing; there is nothing to write.")
     if not has_layout(config, layout):
         raise UserError(f"the {layout} layout has no names for this model.")
-    other = folder.is_file() or any(folder.glob("*"))
-    if other and not (folder / CONFIG).is_file():
-        raise UserError(f"{folder} is no adapter and is not replaced; choose another folder.")
     known = {entry.native: entry.shape for entry in entries(config)}
     for name, pair in adapter.pairs.items():
         if name not in known:
@@ -292,7 +325,9 @@ def _check_writable(adapter: Adapter, folder: Path, config: ModelConfig, layout:
         if kind_of(name) is None:
             raise UserError(refusal(name))
         check_shape(name, known[name], pair)
-        for side, tensor in (("A", pair.a), ("B", pair.b)):
+        for side, tensor in (("A", pair.a), ("B", pair.b), ("the magnitude", pair.magnitude)):
+            if tensor is None:
+                continue
             if tensor.dtype not in _DTYPES or not bool(torch.isfinite(tensor).all()):
                 raise UserError(f"{side} of {name} has values that are not finite numbers.")
 

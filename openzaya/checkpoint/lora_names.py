@@ -26,7 +26,6 @@ STACKS_SINCE = (0, 19, 1)
 """First version of PEFT that stores expert stacks as it does now."""
 
 _UNSUPPORTED = (
-    "use_dora",
     "lora_bias",
     "fan_in_fan_out",
     "modules_to_save",
@@ -55,6 +54,7 @@ class Settings(BaseModel):
     rank_pattern: dict[str, Annotated[int, Field(gt=0)]] = {}
     alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     use_rslora: bool = False
+    use_dora: bool = False
     target_modules: list[str] | str = []
     target_parameters: list[str] = []
     exclude_modules: list[str] | str = []

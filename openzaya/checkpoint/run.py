@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openzaya.checkpoint.hub import local_folder
+from openzaya.checkpoint.lora_names import CONFIG as ADAPTER_CONFIG
 from openzaya.checkpoint.manifest import MANIFEST, verify
 from openzaya.checkpoint.weights import CONFIG
 from openzaya.errors import UserError
@@ -92,6 +93,7 @@ def find_checkpoint(
             "with its revision (ORG/NAME@REVISION)"
         )
     if (path / CONFIG).exists() or (path / MANIFEST).exists():
+        _refuse_adapter(path)
         problems = verify(path, tensors=whole) if (path / MANIFEST).exists() else []
         if problems:
             raise UserError(
@@ -105,11 +107,42 @@ def find_checkpoint(
             f"{path} holds no model: it has neither a {CONFIG} nor checkpoints of a training run "
             "(checkpoints/step-...)"
         )
+    _refuse_adapter(found.path)
     for damaged in found.damaged:
         say(f"skipped a damaged checkpoint: {damaged}")
     if found.damaged:
         say(f"using the newest whole one: {found.path}")
     return found.path
+
+
+def _refuse_adapter(path: Path) -> None:
+    if (path / ADAPTER_CONFIG).exists() and not (path / CONFIG).exists():
+        raise UserError(
+            f"{path} holds an adapter and no model: give the model that it adapts, and this one "
+            "with --adapter"
+        )
+
+
+def find_adapter(path: Path, say: Callable[[str], None] = to_stderr) -> Path:
+    """The adapter folder that `path` is, or the newest one of the training run that it is.
+
+    Raises:
+        UserError: if there is none, or none is whole.
+    """
+    if not (path / ADAPTER_CONFIG).is_file():
+        found = newest_checkpoint(path)
+        if found is None or not (found.path / ADAPTER_CONFIG).is_file():
+            raise UserError(
+                f"{path} is no adapter: it has neither an {ADAPTER_CONFIG} nor checkpoints of a "
+                "run that trained one"
+            )
+        for damaged in found.damaged:
+            say(f"skipped a damaged checkpoint: {damaged}")
+        return found.path
+    problems = verify(path) if (path / MANIFEST).exists() else []
+    if problems:
+        raise UserError(f"{path} is damaged: {'; '.join(problems).rstrip('.')}. Take another one")
+    return path
 
 
 def prune(run: Path, keep: int, just_written: Path) -> None:

@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a model folder, training run or hub id")
     parser.add_argument("target", metavar="DST", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--to", required=True, metavar="A|B|C", help="dialect of the result")
-    parser.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="size of one file (default: 5GB)"
-    )
+    add_shard_size(parser)
     parser.add_argument(
         "--adapter", type=Path, metavar="DIR", help="merge this LoRA adapter (PEFT format)"
     )
@@ -54,27 +52,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
+def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    """The option that says how large a file gets; `byte_count` reads it."""
+    parser.add_argument(
+        "--shard-size", default="5GB", metavar="SIZE", help="size of one file (default: 5GB)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
-    from openzaya.checkpoint.convert import convert
     from openzaya.checkpoint.dialects import parse_dialect
     from openzaya.checkpoint.plan import plan_conversion
-    from openzaya.checkpoint.run import find_checkpoint
+    from openzaya.checkpoint.run import find_adapter, find_checkpoint
+
+    dialect, size = parse_dialect(args.to), byte_count(args.shard_size)
+    source = find_checkpoint(args.source)
+    adapter = None if args.adapter is None else find_adapter(args.adapter)
+    plan = plan_conversion(source, args.target, dialect, size, args.force, adapter)
+    return carry_out(plan, f"to dialect {dialect}", args.json)
+
+
+def carry_out(plan: Plan, what: str, as_json: bool) -> int:
+    """Convert, with a progress bar that says what, and report."""
+    from openzaya.checkpoint.convert import convert
     from openzaya.cli.progress import bytes_progress
 
-    dialect, size = parse_dialect(args.to), _bytes(args.shard_size)
-    source = find_checkpoint(args.source)
-    plan = plan_conversion(source, args.target, dialect, size, args.force, args.adapter)
     began = time.monotonic()
     try:
-        with bytes_progress(f"to dialect {dialect}", plan.nbytes) as progress:
+        with bytes_progress(what, plan.nbytes) as progress:
             kept = convert(plan, progress)
     except KeyboardInterrupt:
         print("stopped; the same command goes on where this one stopped", file=sys.stderr)
         raise
     seconds = time.monotonic() - began
     fields = _fields(plan, kept, seconds)
-    if args.json:
+    if as_json:
         print(json.dumps(fields, indent=2))
     else:
         _print(fields, plan)
@@ -121,7 +133,12 @@ def _print(fields: dict[str, Any], plan: Plan) -> None:
     print(f"finished: {plan.target}")
 
 
-def _bytes(text: str) -> int:
+def byte_count(text: str) -> int:
+    """The bytes that a size such as 5GB means.
+
+    Raises:
+        UserError: if it is no size.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not 1 <= float(match[1]) * unit < 1e18:

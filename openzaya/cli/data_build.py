@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HELP = "tokenise a corpus into shards, in parallel"
 
-_KINDS = ("text", "jsonl", "parquet", "hub", "bundled", "stdlib")
+_KINDS = ("text", "jsonl", "parquet", "hub", "bundled", "stdlib", "chat")
 
 _EPILOG = """\
 examples:
@@ -30,10 +30,14 @@ examples:
       --tokenizer tokenizer.json --out shards
   openzaya data build --kind text --path books.txt --separator '\\n\\n\\n' \\
       --train-tokenizer 32768 --out shards
+  openzaya data build --kind chat --path chats.jsonl --tokenizer CHECKPOINT \
+      --out shards/chats
   openzaya data build --recipe my.toml --source web --out shards/web
 
 FOLDER appears when it is whole. A build that was killed goes on with the same command, after its
 last complete shard. The same corpus gives the same bytes, however many workers there are.
+Chats are rows with `messages` (and `tools`); they are shown as the chat template beside the
+tokenizer shows them, or in our own format, and shards keep which tokens are to be learned.
 """
 
 
@@ -49,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     corpus.add_argument("--split", help="split of a hub data set (default: train)")
     corpus.add_argument("--revision", help="pinned revision of a hub data set")
     corpus.add_argument("--separator", help="cuts text files into documents; \\n is a line end")
+    corpus.add_argument(
+        "--loss-on", metavar="ROLES", help="chat: whose tokens are learned (default: assistant)"
+    )
     corpus.add_argument("--heldout", type=float, metavar="SHARE", help="kept for evaluation (0.02)")
     corpus.add_argument("--recipe", metavar="R", help="take the source from this recipe")
     corpus.add_argument("--source", metavar="NAME", help="the source's name in it")
@@ -68,8 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the verb."""
     from openzaya.cli.data_inspect import facts, print_facts
+    from openzaya.data.conversations import ChatEncoder
     from openzaya.data.shard_build import SHARD_TOKENS, build_shards, check_room, estimate
     from openzaya.data.sources import Corpus
+    from openzaya.data.template import read_template
+    from openzaya.train.chat_check import check_tool_calls
 
     workers = len(os.sched_getaffinity(0)) if args.workers is None else args.workers
     shard_tokens = SHARD_TOKENS if args.shard_tokens is None else args.shard_tokens
@@ -82,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
     recipe, name, source = _source(args)
     corpus = Corpus(source, name)
     corpus.check()
-    tokenizer = _tokenizer(args, recipe, name, source)
+    tokenizer, folder = _tokenizer(args, recipe, name, source)
+    template = None if folder is None else read_template(folder, tokenizer)
+    chat = ChatEncoder(tokenizer, template, check_tool_calls)
     expected = estimate(corpus, tokenizer)
     out = args.out.absolute()
     if not out.exists():
@@ -92,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with _progress(expected.corpus_bytes, watch) as progress:
             manifest = build_shards(
-                out, source, name, tokenizer, shard_tokens, workers, progress=progress
+                out, source, name, chat, shard_tokens, workers, progress=progress
             )
     except KeyboardInterrupt:
         print("stopped; the same command goes on after the last whole shard", file=sys.stderr)
@@ -187,6 +199,8 @@ def _source(args: argparse.Namespace) -> tuple[Recipe | None, str, SourceConfig]
 
     names = ("kind", "path", "field", "split", "revision", "separator", "heldout")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.loss_on is not None:
+        given["loss_on"] = args.loss_on.split(",")
     if "separator" in given:
         given["separator"] = given["separator"].replace("\\n", "\n").replace("\\t", "\t")
     recipe = None
@@ -213,8 +227,8 @@ def _source(args: argparse.Namespace) -> tuple[Recipe | None, str, SourceConfig]
 
 def _tokenizer(
     args: argparse.Namespace, recipe: Recipe | None, name: str, source: SourceConfig
-) -> Tokenizer:
-    """What the options ask for; without any, what the recipe asks for."""
+) -> tuple[Tokenizer, Path | None]:
+    """What the options ask for; without any, what the recipe asks for. And the folder it is in."""
     from openzaya.config.recipe import TokenizerConfig
     from openzaya.data.tokenizer import TOKENIZER_FILE, Tokenizer
     from openzaya.data.vocabulary import obtain_tokenizer
@@ -227,12 +241,18 @@ def _tokenizer(
             from openzaya.checkpoint.run import find_checkpoint  # slow to import
 
             path = find_checkpoint(args.tokenizer)  # a run: its newest checkpoint
-        return Tokenizer.load(path / TOKENIZER_FILE if path.is_dir() else path)
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        return Tokenizer.load(file), file.parent
     if args.train_tokenizer is not None:
         if args.train_tokenizer <= 256:
             raise UserError(f"--train-tokenizer is {args.train_tokenizer}; 256 bytes need more")
         config = TokenizerConfig(vocab_size=args.train_tokenizer)
-        return obtain_tokenizer(config, {name: source})
+        return obtain_tokenizer(config, {name: source}), None
     if recipe is None:
         raise UserError("which tokenizer? Give --tokenizer PATH, or --train-tokenizer N")
-    return obtain_tokenizer(recipe.tokenizer, recipe.sources)
+    if recipe.start_from is not None and recipe.tokenizer.path is None:
+        from openzaya.checkpoint.run import find_checkpoint  # slow to import
+
+        start = find_checkpoint(recipe.start_from)
+        return Tokenizer.load(start / TOKENIZER_FILE), start
+    return obtain_tokenizer(recipe.tokenizer, recipe.sources), None

@@ -96,7 +96,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter",
         type=Path,
         metavar="DIR",
-        help="a LoRA adapter (PEFT format), kept beside the weights",
+        help="a LoRA adapter (PEFT format) or a run that trained one, kept beside the weights",
     )
     parser.add_argument(
         "--residual",

@@ -10,7 +10,18 @@ from collections.abc import Sequence
 import openzaya
 from openzaya.errors import UserError
 
-VERBS = ("demo", "train", "generate", "chat", "inspect", "convert", "verify", "trace", "data")
+VERBS = (
+    "demo",
+    "train",
+    "data",
+    "generate",
+    "chat",
+    "inspect",
+    "convert",
+    "merge",
+    "verify",
+    "trace",
+)
 
 EXIT_BAD_INPUT = 2
 

@@ -19,6 +19,8 @@ examples:
   openzaya train my.toml name=second seed=1    change fields; each run needs its own name
   openzaya train tiny phases.text.lr=1e-3      phases go by their names
   openzaya train my.toml start_from=ZAYA1-8B   go on from a checkpoint, in any dialect
+  openzaya train sft sources.mine.path=my.jsonl    learn from chats (rows with `messages`)
+  openzaya train lora start_from=ZAYA1-8B      train an adapter of it, in PEFT's format
   openzaya train tiny --print                  the resolved recipe, every default spelled out
 
 Ctrl-C or SIGTERM saves first; the same command continues. A run lives in OUT/NAME: checkpoints
@@ -64,5 +66,10 @@ def run(args: argparse.Namespace) -> int:
     except Stopped as stopped:
         return stopped.exit_code
     print(f"finished: {final}")
+    if recipe.adapter is not None:
+        base, adapter = shlex.quote(str(recipe.start_from)), shlex.quote(str(final))
+        print(f"try it:   openzaya chat {base} --adapter {adapter}")
+        print(f"merge it: openzaya merge {base} --adapter {adapter} -o merged")
+        return 0
     print(f"try it:   openzaya generate {shlex.quote(str(final))} 'Once'")
     return 0

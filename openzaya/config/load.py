@@ -7,6 +7,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, get_args
 
 import tomli_w
@@ -178,6 +179,8 @@ def _fields_at(model: type[BaseModel], loc: tuple[Any, ...]) -> list[str]:
         if isinstance(current, type) and issubclass(current, BaseModel):
             field = current.model_fields.get(str(part))
             current = None if field is None else field.annotation
+            if isinstance(current, UnionType):  # a section that may be left out
+                current = next((a for a in get_args(current) if a is not NoneType), None)
         else:  # a table or list of sections: one step into an entry
             sections = [a for a in get_args(current) if isinstance(a, type)]
             current = next((a for a in sections if issubclass(a, BaseModel)), None)

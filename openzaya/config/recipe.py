@@ -41,12 +41,14 @@ class SourceConfig(_Section):
         "stdlib",
         "shards",
         "tasks",
+        "chat",
     ] = Field(
         description="text: files, one document each (or split by `separator`); jsonl and parquet: "
         "one document per row; hub: Hugging Face `datasets`; bundled: text shipped with the "
         "package; stdlib: this Python's own source and documentation; shards: a folder that "
-        "`openzaya data build` made, read as it is; tasks: generated "
-        "arithmetic with verifiable answers."
+        "`openzaya data build` made, read as it is; tasks: generated arithmetic with verifiable "
+        "answers; chat: jsonl or parquet rows with `messages` (and `tools`), shown as the model's "
+        "own chat template shows them, always in whole documents."
     )
     path: str | None = Field(None, description="File, folder or glob; hub: the data set's name.")
     field: str = Field("text", description="Column of jsonl, parquet and hub rows.")
@@ -63,6 +65,9 @@ class SourceConfig(_Section):
     whole: bool = Field(
         False, description="Pack whole documents only (never cut one at a window border)."
     )
+    loss_on: tuple[Literal["system", "user", "assistant", "tool"], ...] = Field(
+        ("assistant",), min_length=1, description="chats: roles whose tokens are learned."
+    )
     heldout: float = Field(
         0.02,
         ge=0,
@@ -73,7 +78,7 @@ class SourceConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> SourceConfig:
-        if self.kind in ("text", "jsonl", "parquet", "hub", "bundled", "shards") and not self.path:
+        if self.kind not in ("stdlib", "tasks") and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs `path`")
         return self
 
@@ -158,6 +163,39 @@ class OptimizerConfig(_Section):
         return self
 
 
+class AdapterConfig(_Section):
+    """Train an adapter (PEFT's format, by AdamW) instead of the weights; the base stays.
+
+    So do its balancing biases, whatever `balance` says, as an adapter cannot hold them.
+    """
+
+    kind: Literal["lora", "dora"] = Field(
+        "lora", description="dora adds a magnitude per output channel; not for experts."
+    )
+    rank: int = Field(16, ge=1, description="Inner size of every pair of factors.")
+    alpha: float = Field(32.0, gt=0, description="The change is scaled by alpha / rank.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of input channels that each micro-batch leaves out."
+    )
+    targets: tuple[str, ...] = Field(
+        ("attention",),
+        min_length=1,
+        description="attention, experts, router, or names of matrices (o_proj.weight).",
+    )
+    base_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="What the frozen matrices are held in, where precision allows."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> AdapterConfig:
+        if self.kind == "dora" and any("experts" in target for target in self.targets):
+            raise ValueError(
+                "dora has no magnitudes for experts, as no file format does: take kind = 'lora', "
+                "or adapt attention and router only"
+            )
+        return self
+
+
 class BalanceConfig(_Section):
     """Controller of the router's balancing biases."""
 
@@ -216,6 +254,12 @@ class Recipe(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     balance: BalanceConfig = BalanceConfig()
     run: RunConfig = RunConfig()
+    adapter: AdapterConfig | None = Field(
+        None, description="Trains an adapter of `start_from`; None trains all weights."
+    )
+    neftune_alpha: float = Field(
+        0.0, ge=0, description="Noise on embeddings in training (arXiv 2310.05914); 5 is usual."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -238,6 +282,8 @@ class Recipe(_Section):
                     f"phase {phase.name!r}: context {phase.context} is longer than the model's "
                     f"max_position_embeddings {self.model.max_position_embeddings}"
                 )
+        if self.adapter is not None:
+            self._check_adapter(self.adapter)
         shards = any(source.kind == "shards" for source in self.sources.values())
         trained = self.tokenizer.path is None and self.start_from is None and not shards
         if trained and self.tokenizer.vocab_size > self.model.vocab_size:
@@ -246,6 +292,21 @@ class Recipe(_Section):
                 f"model.vocab_size {self.model.vocab_size}"
             )
         return self
+
+    def _check_adapter(self, adapter: AdapterConfig) -> None:
+        if self.start_from is None:
+            raise ValueError("an adapter adapts a trained model: set start_from")
+        changed = [p.name for p in self.phases if self.rope_theta(p) != self.model.rope_theta]
+        if changed:
+            raise ValueError(
+                f"phase {changed[0]!r}: an adapter cannot hold another rope_theta than its base "
+                f"model's {self.model.rope_theta:g}: leave rope_theta out"
+            )
+        if adapter.base_dtype == "bfloat16" and self.run.compute_dtype != "bfloat16":
+            raise ValueError(
+                "adapter.base_dtype bfloat16 would round the sum of weight and change, which "
+                f"run.compute_dtype {self.run.compute_dtype} computes with: hold it in float32"
+            )
 
     def evaluated(self, phase: PhaseConfig) -> list[str]:
         """Sources whose held-out loss is measured in a phase."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from openzaya.config.recipe import PhaseConfig, SourceConfig
+from openzaya.data.conversations import ChatEncoder
 from openzaya.data.mixture import Mixture
 from openzaya.data.packing import Batch, Row, packed_row, stack
 from openzaya.data.readers import RowReader, TaskReader, WholeReader, WindowReader
@@ -44,6 +45,7 @@ class DataPlan:
         cache_dir: str | Path,
         seed: int,
         progress: SourceProgress | None = None,
+        chat: ChatEncoder | None = None,
     ) -> None:
         """Opens (and where needed tokenises) every source that is used.
 
@@ -54,12 +56,14 @@ class DataPlan:
             cache_dir: Where tokenised sources are kept.
             seed: Names the order of everything.
             progress: Called while a source is tokenised.
+            chat: Encodes conversations; None takes our own format.
 
         Raises:
             UserError: if a source cannot be read, is empty, or is shorter than one window.
         """
         self._sources, self._phases = sources, phases
         self._tokenizer, self._seed = tokenizer, seed
+        self._chat = chat or ChatEncoder(tokenizer)
         self.stores: dict[str, TextStore] = {}
         self.dropped: dict[tuple[int, str], int] = {}
         self._mixtures = [
@@ -68,7 +72,9 @@ class DataPlan:
         for name in dict.fromkeys(name for mix in self._mixtures for name in mix.sources):
             if sources[name].kind != "tasks":
                 report = None if progress is None else _named(progress, name)
-                self.stores[name] = open_store(name, sources[name], tokenizer, cache_dir, report)
+                self.stores[name] = open_store(
+                    name, sources[name], tokenizer, cache_dir, report, self._chat
+                )
         self._readers = [
             {name: self._reader(index, name) for name in mixture.sources}
             for index, mixture in enumerate(self._mixtures)
@@ -78,9 +84,9 @@ class DataPlan:
         source, context = self._sources[name], self._phases[phase].context
         keys = (self._seed, "phase", phase, name)
         if source.kind == "tasks":
-            return TaskReader(source, self._tokenizer, context, name, *keys)
+            return TaskReader(source, self._chat, context, name, *keys)
         side = self.stores[name].train
-        if not source.whole:
+        if not _kept_whole(source, side):
             return WindowReader(side, context, name, *keys)
         reader = WholeReader(side, context, self._tokenizer.pad_id, name, *keys)
         if reader.dropped:
@@ -119,11 +125,11 @@ class DataPlan:
         source, pad_id = self._sources[source_name], self._tokenizer.pad_id
         if source.kind == "tasks":
             reader = TaskReader(
-                source, self._tokenizer, context, source_name, "evaluation", heldout=True
+                source, self._chat, context, source_name, "evaluation", heldout=True
             )
             return stack([reader.row(ordinal) for ordinal in range(sequences)])
         side = self._heldout_side(source_name)
-        if source.whole:
+        if _kept_whole(source, side):
             packs = WholeReader(side, context, pad_id, source_name, "evaluation")
             count = min(sequences, packs.per_epoch)
             return stack([packs.row(ordinal) for ordinal in range(count)])
@@ -150,6 +156,11 @@ class DataPlan:
                 "to 0 to train without evaluating it"
             )
         return side
+
+
+def _kept_whole(source: SourceConfig, side: Side) -> bool:
+    """Whether documents are never cut: what is learned of them must not lose what it answers."""
+    return source.whole or side.mask is not None
 
 
 def _named(progress: SourceProgress, name: str) -> Callable[[int, int], None]:

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from openzaya.config.recipe import SourceConfig
+from openzaya.data.conversations import ChatEncoder
 from openzaya.data.rng import text_hash
 from openzaya.data.sources import PIECE_BYTES, Corpus, Piece
 from openzaya.data.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ _PIECE_CHARACTERS = 200_000
 
 @dataclass(frozen=True)
 class Unit:
-    """Neighbouring pieces that are encoded together; `skip` of their documents are left out."""
+    """Neighbouring pieces that are encoded together; `skip` of their texts are left out."""
 
     index: int
     pieces: tuple[Piece, ...]
@@ -53,16 +54,19 @@ class Encoded:
 
     Attributes:
         unit: Where they come from.
-        tokens: Ids of all documents, each ended by the eos id, [tokens], of `token_dtype`.
+        tokens: Ids of all documents, [tokens], of `token_dtype`. Texts end with the eos id,
+            conversations as their format ends them.
         lengths: Tokens of each document, int64 [documents].
-        hashes: `text_hash` of each document, uint64 [documents].
-        sizes: UTF-8 bytes of each document, int64 [documents].
+        counts: Documents that each text or conversation became, int64 [texts].
+        hashes: `text_hash` of each, uint64 [texts].
+        sizes: UTF-8 bytes of each, int64 [texts].
         mask: 1 where a token is to be learned, uint8 [tokens]; None where all are.
     """
 
     unit: Unit
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
     hashes: npt.NDArray[np.uint64]
     sizes: npt.NDArray[np.int64]
     mask: npt.NDArray[np.uint8] | None = None
@@ -87,39 +91,79 @@ def units(corpus: Corpus) -> Iterator[Unit]:
         yield Unit(index, tuple(held))
 
 
-def encode_unit(corpus: Corpus, unit: Unit, tokenizer: Tokenizer) -> Encoded:
-    """Reads and encodes one unit."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    found = (text for piece in unit.pieces for text in corpus.read(piece))
+def encode_unit(corpus: Corpus, unit: Unit, chat: ChatEncoder) -> Encoded:
+    """Reads and encodes one unit; conversations as `chat` says, texts with its tokenizer.
+
+    Raises:
+        UserError: as reading and encoding do.
+    """
+    dtype = token_dtype(chat.tokenizer.vocab_size)
+    masked = corpus.source.kind == "chat"
+    texts = _conversations if masked else _texts
     tokens: list[npt.NDArray[Any]] = [np.zeros(0, dtype)]
+    masks = [np.zeros(0, np.uint8)]
     lengths: list[int] = []
+    counts: list[int] = []
     hashes: list[int] = []
     sizes: list[int] = []
-    for texts in _batches(islice(found, unit.skip, None)):
-        for text, ids in zip(texts, _encode(texts, tokenizer), strict=True):
-            tokens.append(np.asarray([*ids, tokenizer.eos_id], dtype))
-            lengths.append(len(ids) + 1)
-            content = text.encode("utf-8", "surrogatepass")
-            hashes.append(text_hash(content))
-            sizes.append(len(content))
+    for text, made in texts(corpus, unit, chat):
+        for ids, roles in made:
+            tokens.append(np.asarray(ids, dtype))
+            lengths.append(len(ids))
+            if masked:
+                masks.append((np.asarray(roles) > 0).astype(np.uint8))
+        content = text.encode("utf-8", "surrogatepass")
+        counts.append(len(made))
+        hashes.append(text_hash(content))
+        sizes.append(len(content))
     return Encoded(
         unit,
         np.concatenate(tokens),
         np.array(lengths, np.int64),
+        np.array(counts, np.int64),
         np.array(hashes, np.uint64),
         np.array(sizes, np.int64),
+        np.concatenate(masks) if masked else None,
     )
 
 
+# A text or all that a conversation says, and the documents it becomes: ids, and whose each is.
+_Made = tuple[str, Sequence[tuple[Sequence[int], Sequence[int]]]]
+
+
+def _texts(corpus: Corpus, unit: Unit, chat: ChatEncoder) -> Iterator[_Made]:
+    tokenizer = chat.tokenizer
+    found = (text for piece in unit.pieces for text in corpus.read(piece))
+    for texts in _batches(islice(found, unit.skip, None)):
+        for text, ids in zip(texts, _encode(texts, tokenizer), strict=True):
+            yield text, [([*ids, tokenizer.eos_id], ())]
+
+
+def _conversations(corpus: Corpus, unit: Unit, chat: ChatEncoder) -> Iterator[_Made]:
+    loss_on = corpus.source.loss_on
+    found = (talk for piece in unit.pieces for talk in corpus.conversations(piece))
+    for conversation in islice(found, unit.skip, None):
+        if chat.check is not None:
+            chat.check(conversation, chat)
+        made = chat.encode(conversation, loss_on)
+        if not any(any(roles) for _, roles in made):
+            raise UserError(
+                f"{conversation.where}: nothing to learn: no turn of {', '.join(loss_on)}; leave "
+                "the row out, or name other roles in loss_on"
+            )
+        yield conversation.text, made
+
+
 def encode_all(
-    corpus: Corpus, todo: Iterable[Unit], tokenizer: Tokenizer, workers: int
+    corpus: Corpus, todo: Iterable[Unit], chat: ChatEncoder, workers: int
 ) -> Iterator[Encoded]:
     """Encodes units, in their order.
 
     Args:
         corpus: Where they come from.
         todo: Read as far as there is work for.
-        tokenizer: Encodes the texts; names in them are never read as special tokens.
+        chat: Encodes conversations; its tokenizer encodes texts, and reads no name in them as a
+            special token.
         workers: Processes that read and encode, one core each; 0 does it here, with as many
             threads as the tokenizer's library likes.
 
@@ -128,9 +172,9 @@ def encode_all(
     """
     if not workers:
         for unit in todo:
-            yield encode_unit(corpus, unit, tokenizer)
+            yield encode_unit(corpus, unit, chat)
         return
-    pool = _Pool(corpus, tokenizer, workers)
+    pool = _Pool(corpus, chat, workers)
     try:
         yield from pool.run(iter(todo))
     finally:
@@ -143,14 +187,14 @@ class _Pool:
     By hand, as `concurrent.futures` would have them keep the tokenizer in a global variable.
     """
 
-    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, workers: int) -> None:
+    def __init__(self, corpus: Corpus, chat: ChatEncoder, workers: int) -> None:
         # Spawned: a fork would copy the locks of threads that the tokenizer or torch has started.
         context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, BaseProcess] = {}
         for _ in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(corpus.source, corpus.name, tokenizer, theirs), daemon=True
+                target=_work, args=(corpus.source, corpus.name, chat, theirs), daemon=True
             )
             process.start()
             theirs.close()
@@ -218,7 +262,7 @@ class _Pool:
 
 
 def _work(
-    source: SourceConfig, name: str, tokenizer: Tokenizer, connection: Connection
+    source: SourceConfig, name: str, chat: ChatEncoder, connection: Connection
 ) -> None:  # pragma: no cover - runs in another process
     """Encodes what comes through the connection, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process decides
@@ -228,7 +272,7 @@ def _work(
         while True:
             unit: Unit = connection.recv()
             try:
-                result: Encoded | Exception = encode_unit(corpus, unit, tokenizer)
+                result: Encoded | Exception = encode_unit(corpus, unit, chat)
             except (UserError, OSError) as error:
                 result = error
             connection.send((unit.index, result))

@@ -18,7 +18,7 @@ import torch
 IGNORE = -100
 Array = npt.NDArray[np.int64]
 # Ids, and a loss mask (1 where a token is to be predicted; None: everywhere), both [length].
-Document = tuple[Sequence[int] | npt.NDArray[Any], Sequence[int] | None]
+Document = tuple[Sequence[int] | npt.NDArray[Any], Sequence[int] | npt.NDArray[Any] | None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def packed_row(documents: Iterable[Document], length: int, pad_id: int) -> Row:
         end = at + len(ids)
         tokens[at:end] = ids
         wanted = tokens[at + 1 : end]
-        targets[at : end - 1] = wanted if mask is None else np.where(mask[1:], wanted, IGNORE)
+        if mask is not None:
+            wanted = np.where(np.asarray(mask)[1:], wanted, IGNORE)
+        targets[at : end - 1] = wanted
         positions[at:end] = np.arange(len(ids))
         at = end
     positions[at:] = np.arange(length - at)

@@ -14,12 +14,11 @@ import numpy as np
 
 from openzaya.config.recipe import SourceConfig
 from openzaya.data import tasks
-from openzaya.data.chat import encode_chat
+from openzaya.data.conversations import ChatEncoder, Conversation
 from openzaya.data.packing import Document, Row, best_fit, packed_row, window_row
 from openzaya.data.permutation import permute
 from openzaya.data.rng import Rng, hash64
 from openzaya.data.shards import Side
-from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
 
 _PROBES = 64
@@ -101,7 +100,7 @@ class WholeReader:
         epoch, place = divmod(ordinal, self.per_epoch)
         pack = permute(place, self.per_epoch, "pack", epoch, self._key)
         members = self._documents[self._borders[pack] : self._borders[pack + 1]].tolist()
-        texts = ((self._side.document(document), None) for document in members)
+        texts = ((self._side.document(d), self._side.document_mask(d)) for d in members)
         return packed_row(texts, self._context, self._pad_id)
 
 
@@ -111,7 +110,7 @@ class TaskReader:
     def __init__(
         self,
         source: SourceConfig,
-        tokenizer: Tokenizer,
+        chat: ChatEncoder,
         context: int,
         name: str,
         *keys: int | str,
@@ -127,8 +126,9 @@ class TaskReader:
                     "leave it out of the evaluation or add another kind of task"
                 )
         self._kinds, self._heldout = kinds, heldout
-        self._chat, self._turns = source.style == "chat", source.turns
-        self._tokenizer, self._context = tokenizer, context
+        self._chat, self._turns = chat if source.style == "chat" else None, source.turns
+        self._loss_on = source.loss_on
+        self._tokenizer, self._context = chat.tokenizer, context
         self._seed = hash64("tasks", name, *keys)
         lengths = sorted(len(ids) for ids, _ in islice(self._documents(0), _PROBES))
         if lengths[_PROBES // 2] > context:
@@ -155,11 +155,13 @@ class TaskReader:
     def _documents(self, ordinal: int) -> Iterator[Document]:
         seed = hash64(self._seed, ordinal)
         for j in count():
-            if self._chat:
+            if self._chat is not None:
                 turns = Rng("turns", seed, j).between(1, self._turns)
                 drawn = [self._task(seed, j * self._turns + turn) for turn in range(turns)]
                 messages = [message for task in drawn for message in tasks.as_chat(task)]
-                yield encode_chat(messages, self._tokenizer)
+                conversation = Conversation(messages, where="a generated task")
+                for ids, roles in self._chat.encode(conversation, self._loss_on):
+                    yield ids, [int(role > 0) for role in roles]
             else:
                 ids = self._tokenizer.encode(tasks.as_plain(self._task(seed, j)))
                 yield [*ids, self._tokenizer.eos_id], None

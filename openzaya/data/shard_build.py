@@ -21,8 +21,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from openzaya.config.recipe import SourceConfig
-from openzaya.data.encode import Unit, encode_all, token_dtype, units
+from openzaya.data.conversations import ChatEncoder
+from openzaya.data.encode import Encoded, Unit, encode_all, token_dtype, units
 from openzaya.data.shard_writer import JOURNAL, Cursor, Journal, ShardWriter, sync
 from openzaya.data.shards import (
     FORMAT,
@@ -62,6 +66,7 @@ class Done:
 
 
 Progress = Callable[[Done], None]
+_Document = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None]
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def estimate(corpus: Corpus, tokenizer: Tokenizer) -> Estimate:
             tokens += len(tokenizer.encode(part)) + 1
     scale = corpus_bytes / max(first.nbytes, 1)
     expected = tokens * size / max(encoded, 1) * scale
-    itemsize = token_dtype(tokenizer.vocab_size).itemsize
+    itemsize = token_dtype(tokenizer.vocab_size).itemsize + (corpus.source.kind == "chat")
     return Estimate(corpus_bytes, int(expected), int(expected * itemsize + texts * scale * 8))
 
 
@@ -111,7 +116,7 @@ def build_shards(
     out: Path,
     source: SourceConfig,
     name: str,
-    tokenizer: Tokenizer,
+    chat: ChatEncoder,
     shard_tokens: int = SHARD_TOKENS,
     workers: int = 0,
     cache: bool = False,
@@ -119,13 +124,15 @@ def build_shards(
 ) -> Manifest:
     """Tokenises a source into a folder of shards, or finishes what an earlier call began.
 
-    With heldout > 0 and at least two documents, each side gets at least one.
+    With heldout > 0 and at least two documents, each side gets at least one. All documents that a
+    conversation becomes are on one side.
 
     Args:
         out: The folder; if it is there already, it must be of the same source and settings.
         source: Any kind that holds texts: neither `tasks` nor `shards`.
         name: The source's name, for messages.
-        tokenizer: Encodes the documents; names in them are never read as special tokens.
+        chat: Encodes conversations; its tokenizer encodes texts, and reads no name in them as a
+            special token.
         shard_tokens: What a shard holds at most, unless one document alone is longer.
         workers: Processes beside this one; 0 encodes here, on all cores.
         cache: The folder's name stands for its content: where others would be refused, wait for
@@ -145,7 +152,7 @@ def build_shards(
             return found  # another process was faster
         if cache:
             shutil.rmtree(out, ignore_errors=True)
-        build = _Build(scratch, source, name, tokenizer, shard_tokens, workers, progress)
+        build = _Build(scratch, source, name, chat, shard_tokens, workers, progress)
         if out.exists():
             manifest = read_manifest(out)
             build.check_same(manifest, out)
@@ -218,12 +225,13 @@ class _Build:
         folder: Path,
         source: SourceConfig,
         name: str,
-        tokenizer: Tokenizer,
+        chat: ChatEncoder,
         shard_tokens: int,
         workers: int,
         progress: Progress | None,
     ) -> None:
-        self._folder, self._tokenizer, self._share = folder, tokenizer, source.heldout
+        self._folder, self._share, self._chat = folder, source.heldout, chat
+        self._tokenizer, self._masked = chat.tokenizer, source.kind == "chat"
         self._shard_tokens, self._workers, self._progress = shard_tokens, workers, progress
         self._corpus = Corpus(source, name)
         self._listing = self._corpus.listing()
@@ -234,6 +242,9 @@ class _Build:
         source = self._corpus.source
         fields = ("kind", "path", "field", "split", "revision", "separator")
         known = {field: value for field in fields if (value := getattr(source, field)) is not None}
+        if self._masked:
+            known["loss_on"] = list(source.loss_on)
+            known["form"] = hashlib.sha256(self._chat.digest.encode()).hexdigest()[:32]
         sizes = [size for _, size, _ in self._listing]
         return {**known, "files": len(sizes), "size": sum(sizes)}
 
@@ -296,7 +307,7 @@ class _Build:
             self._described(),
             self._share,
             self._shard_tokens,
-            masked=False,
+            masked=self._masked,
             shards=shards,
         )
 
@@ -308,10 +319,10 @@ class _Build:
         return describe_file(self._folder / TOKENIZER_FILE)
 
     def _missing(self, shards: list[Shard], cursor: Cursor) -> int | None:
-        """The document that has to change sides so that neither stays empty."""
-        if not cursor.documents:
+        """The text that has to change sides so that neither stays empty."""
+        if not cursor.texts:
             raise self._corpus.empty()
-        if self._share > 0 and cursor.documents >= 2:
+        if self._share > 0 and cursor.texts >= 2:
             train, heldout = (any(side in shard.parts for shard in shards) for side in SIDES)
             if not heldout:
                 return cursor.lowest[1]
@@ -322,17 +333,18 @@ class _Build:
     def _fill(self, moved: int | None) -> tuple[list[Shard], Cursor]:
         """Encodes from where the journal ends to the end of the corpus."""
         shards, cursor = self._journal.resume()
-        tokens = sum(part.tokens for shard in shards for part in shard.parts.values())
+        parts = [part for shard in shards for part in shard.parts.values()]
+        documents, tokens = sum(p.documents for p in parts), sum(p.tokens for p in parts)
         text = sum(shard.text_bytes for shard in shards)
         read = 0
         todo = units(self._corpus)
         for unit in islice(todo, cursor.unit):
             read += unit.nbytes
         if self._progress is not None:
-            self._progress(Done(cursor.documents, tokens, text, read))
+            self._progress(Done(documents, tokens, text, read))
         first = [replace(unit, skip=cursor.skip) for unit in islice(todo, 1)]
         threshold = self._share * 2.0**64
-        with ShardWriter(self._folder, self._shard_tokens, False, len(shards)) as writer:
+        with ShardWriter(self._folder, self._shard_tokens, self._masked, len(shards)) as writer:
 
             def close() -> None:
                 shard = writer.finish()
@@ -340,26 +352,39 @@ class _Build:
                     shards.append(shard)
                     self._journal.add(shard, cursor)
 
-            for encoded in encode_all(
-                self._corpus, chain(first, todo), self._tokenizer, self._workers
-            ):
+            for encoded in encode_all(self._corpus, chain(first, todo), self._chat, self._workers):
                 cursor.unit, cursor.skip = encoded.unit.index, encoded.unit.skip
-                start = 0
-                columns = (encoded.lengths, encoded.hashes, encoded.sizes)
-                for length, text_hash, size in zip(*(c.tolist() for c in columns), strict=True):
-                    if writer.full(length):
+                for text_hash, size, made in _grouped(encoded):
+                    if writer.full(sum(len(ids) for ids, _ in made)):
                         close()
-                    draw = heldout_draw(cursor.documents, text_hash)
-                    held = (draw < threshold) != (cursor.documents == moved)
-                    writer.add(SIDES[held], encoded.tokens[start : start + length], size)
-                    start += length
+                    draw = heldout_draw(cursor.texts, text_hash)
+                    held = (draw < threshold) != (cursor.texts == moved)
+                    for number, (ids, mask) in enumerate(made):
+                        writer.add(SIDES[held], ids, 0 if number else size, mask)
                     text += size
-                    cursor.lowest = min(cursor.lowest, (draw, cursor.documents))
-                    cursor.highest = max(cursor.highest, (draw, cursor.documents))
+                    cursor.lowest = min(cursor.lowest, (draw, cursor.texts))
+                    cursor.highest = max(cursor.highest, (draw, cursor.texts))
                     cursor.skip += 1
-                    cursor.documents += 1
-                tokens, read = tokens + start, read + encoded.unit.nbytes
+                    cursor.texts += 1
+                documents, tokens = documents + len(encoded.lengths), tokens + len(encoded.tokens)
+                read += encoded.unit.nbytes
                 if self._progress is not None:
-                    self._progress(Done(cursor.documents, tokens, text, read))
+                    self._progress(Done(documents, tokens, text, read))
             close()
         return shards, cursor
+
+
+def _grouped(encoded: Encoded) -> Iterator[tuple[int, int, list[_Document]]]:
+    """Hash, UTF-8 bytes, and the documents of each text or conversation: ids and masks."""
+    lengths = iter(encoded.lengths.tolist())
+    start = 0
+    columns = (encoded.counts, encoded.hashes, encoded.sizes)
+    for count, text_hash, size in zip(*(column.tolist() for column in columns), strict=True):
+        made: list[_Document] = []
+        for length in islice(lengths, count):
+            part = slice(start, start + length)
+            made.append(
+                (encoded.tokens[part], None if encoded.mask is None else encoded.mask[part])
+            )
+            start += length
+        yield text_hash, size, made

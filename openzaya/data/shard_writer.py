@@ -161,15 +161,15 @@ class Cursor:
 
     Attributes:
         unit: Unit to read next.
-        skip: Documents of it that are done.
-        documents: Documents done in all.
-        lowest: Smallest number drawn (`split.heldout_draw`) and the document that drew it.
+        skip: Texts or conversations of it that are done.
+        texts: Those done in all.
+        lowest: Smallest number drawn (`split.heldout_draw`) and the text that drew it.
         highest: Largest one.
     """
 
     unit: int = 0
     skip: int = 0
-    documents: int = 0
+    texts: int = 0
     lowest: tuple[int, int] = (1 << 64, -1)
     highest: tuple[int, int] = (-1, -1)
 

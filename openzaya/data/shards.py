@@ -322,6 +322,14 @@ class Side:
         ids: npt.NDArray[Any] = self.tokens[start:stop]
         return ids
 
+    def document_mask(self, index: int) -> npt.NDArray[np.uint8] | None:
+        """Mask of one document, [length]; None: everything is to be learned."""
+        if self.mask is None:
+            return None
+        start, stop = self.offsets[index : index + 2]
+        found: npt.NDArray[np.uint8] = self.mask[start:stop]
+        return found
+
     def starts(self, first: int, stop: int) -> npt.NDArray[np.int64]:
         """Places in [first, stop) where documents start, ascending."""
         low, high = (min(self.offsets.place(value), len(self)) for value in (first, stop))

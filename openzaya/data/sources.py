@@ -2,8 +2,8 @@
 
 A `Corpus` cuts a source into pieces that can be read one without the other, so that several
 processes can share the work and a stopped one can go on in the middle. `documents` yields all
-texts, `fingerprint` names their content so that a cache can tell when it changed. Documents of
-nothing but white space are left out.
+texts (of a chat source: what is said), `fingerprint` names their content so that a cache can tell
+when it changed. Documents of nothing but white space are left out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from openzaya.config.recipe import SourceConfig
+from openzaya.data.conversations import Conversation, parse_conversation
 from openzaya.errors import UserError
 
 CORPUS = Path(__file__).parent / "corpus"
 GROUP_CHARACTERS = 2_000
 PIECE_BYTES = 4 << 20  # files that can be cut are cut into pieces of about this size
 HUB_ROWS = 4096  # rows of a hub data set that make a piece
-_SUFFIXES = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}
+_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "text": ("",),
+    "jsonl": (".jsonl",),
+    "parquet": (".parquet",),
+    "chat": (".jsonl", ".parquet"),
+}
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 _TOPICS = "pydoc_data.topics"
 
@@ -90,9 +96,9 @@ class Corpus:
         Raises:
             UserError: if a file cannot be read, or has no column `field`.
         """
-        kind, separator = self.source.kind, self.source.separator
+        separator = self.source.separator
         for path in self.files:
-            size = path.stat().st_size
+            kind, size = self._form(path), path.stat().st_size
             if kind == "parquet":
                 yield from self._parquet_pieces(path)
             elif kind == "jsonl":
@@ -101,9 +107,9 @@ class Corpus:
                 yield from _text_pieces(path, size, separator.encode("utf-8", "surrogatepass"))
             else:
                 yield Piece(str(path), 0, size, size)
-        if kind == "stdlib":
+        if self.source.kind == "stdlib":
             yield Piece(_TOPICS, 0, 1, sum(map(len, _topics())))
-        if kind == "hub":
+        if self.source.kind == "hub":
             width = sum(map(len, islice(self._hub(0, len(self._rows)), 100)))
             width //= max(1, min(100, len(self._rows)))
             for start in range(0, len(self._rows), HUB_ROWS):
@@ -112,35 +118,65 @@ class Corpus:
 
     def nbytes(self) -> int:
         """The sum of all pieces' `nbytes`, for which little is read."""
-        if self.source.kind in ("parquet", "hub", "stdlib"):
+        forms = {self._form(path) for path in self.files} | {self.source.kind}
+        if forms & {"parquet", "hub", "stdlib"}:
             return sum(piece.nbytes for piece in self.pieces())
         return sum(path.stat().st_size for path in self.files)
 
     def read(self, piece: Piece) -> Iterator[str]:
-        """The documents of one piece.
+        """The documents of one piece; of conversations, all that is said.
 
         Raises:
             UserError: if it is malformed, naming file and line (or byte, or row).
         """
         kind, path = self.source.kind, Path(piece.path)
-        if kind == "hub":
+        found: Iterator[str]
+        if kind == "chat":
+            found = (conversation.text for conversation in self.conversations(piece))
+        elif kind == "hub":
             found = self._hub(piece.start, piece.stop)
-        elif kind == "parquet":
-            found = self._parquet(path, piece.start, piece.stop)
-        elif kind == "jsonl":
-            found = self._jsonl(path, piece.start, piece.stop)
+        elif kind in ("jsonl", "parquet"):
+            rows = self._rows_of(path, piece.start, piece.stop)
+            found = (_value(row, self.source, where) for where, row in rows)
         elif kind == "stdlib":
             found = iter(_topics() if piece.path == _TOPICS else [_module(path)])
         else:
             found = self._text(path, piece.start, piece.stop)
         return (text for text in found if text and not text.isspace())
 
+    def conversations(self, piece: Piece) -> Iterator[Conversation]:
+        """Those of one piece of a chat source, without such in which nothing is said.
+
+        Raises:
+            UserError: if a row holds no conversation, naming it.
+        """
+        path = Path(piece.path)
+        sparse = self._form(path) == "parquet"
+        for where, row in self._rows_of(path, piece.start, piece.stop):
+            conversation = parse_conversation(row, where, sparse)
+            if not conversation.text.isspace() and conversation.text:
+                yield conversation
+
     def empty(self) -> UserError:
         """What to raise when no piece held a document."""
+        what, field = "text", ", or the column that `field` names"
+        if self.source.kind == "chat":
+            what, field = "conversation", ""
         return UserError(
             f"source {self.name!r} (kind {self.source.kind}, path {self.source.path!r}) holds no "
-            "text: check its path, or the column that `field` names"
+            f"{what}: check its path{field}"
         )
+
+    def _form(self, path: Path) -> str:
+        """What a file is."""
+        if self.source.kind == "chat":
+            return "parquet" if path.suffix == ".parquet" else "jsonl"
+        return self.source.kind
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """The columns that are read; the first one must be there."""
+        return ("messages", "tools") if self.source.kind == "chat" else (self.source.field,)
 
     def _text(self, path: Path, start: int, stop: int) -> Iterator[str]:
         text = _decode(path, start, stop, self.name)
@@ -151,41 +187,33 @@ class Corpus:
         else:
             yield text
 
-    def _jsonl(self, path: Path, start: int, stop: int) -> Iterator[str]:
+    def _rows_of(
+        self, path: Path, start: int, stop: int
+    ) -> Iterator[tuple[object, dict[str, Any]]]:
+        """The rows of a stretch of a file, each with its place."""
+        if self._form(path) == "parquet":
+            yield from self._parquet_rows(path, start, stop)
+            return
         with path.open("rb") as file:
             file.seek(start)
             at = start
             while at < stop and (line := file.readline()):
                 if line.strip():
+                    where = _Line(self.name, path, at)
                     try:
                         row = json.loads(line)
                     except ValueError as error:  # malformed JSON, or bytes that are not UTF-8
                         raise UserError(
-                            f"{self._line(path, at)}: not JSON ({error}): every line must be one "
-                            "object"
+                            f"{where}: not JSON ({error}): every line must be one object"
                         ) from error
                     if not isinstance(row, dict):
-                        raise UserError(
-                            f"{self._line(path, at)}: every line must be an object, {{...}}"
-                        )
-                    text = row.get(self.source.field, 0)
-                    if not isinstance(text, str | None):
-                        text = _value(row, self.source, self._line(path, at))
-                    yield text or ""
+                        raise UserError(f"{where}: every line must be an object, {{...}}")
+                    yield where, row
                 at += len(line)
-
-    def _line(self, path: Path, at: int) -> str:
-        """Where a byte of a file is; counted only when there is something to complain about."""
-        number = 1
-        with path.open("rb") as file:
-            while at and (block := file.read(min(at, 1 << 20))):
-                number += block.count(b"\n")
-                at -= len(block)
-        return f"source {self.name!r}: {path}:{number}"
 
     def _parquet_pieces(self, path: Path) -> Iterator[Piece]:
         with self._parquet_file(path) as file:
-            column = file.schema_arrow.names.index(self.source.field)
+            column = file.schema_arrow.names.index(self._columns[0])
             for number in range(file.metadata.num_row_groups):
                 rows = file.metadata.row_group(number)
                 nested = rows.num_columns != len(file.schema_arrow.names)  # not one leaf a column
@@ -193,19 +221,21 @@ class Corpus:
                 nbytes = size.total_byte_size if nested else size.total_uncompressed_size
                 yield Piece(str(path), number, number + 1, nbytes)
 
-    def _parquet(self, path: Path, start: int, stop: int) -> Iterator[str]:
+    def _parquet_rows(
+        self, path: Path, start: int, stop: int
+    ) -> Iterator[tuple[object, dict[str, Any]]]:
+        """The rows of some row groups, each with its place."""
         import pyarrow
 
-        field = self.source.field
         with self._parquet_file(path) as file:
+            columns = [c for c in self._columns if c in file.schema_arrow.names]
             groups = list(range(start, stop))
             row = sum(file.metadata.row_group(number).num_rows for number in range(start))
             try:
-                batches = file.iter_batches(batch_size=1024, row_groups=groups, columns=[field])
+                batches = file.iter_batches(batch_size=1024, row_groups=groups, columns=columns)
                 for batch in batches:
                     for values in batch.to_pylist():
-                        where = f"source {self.name!r}: {path}, row {row}"
-                        yield _value(values, self.source, where)
+                        yield f"source {self.name!r}: {path}, row {row}", values
                         row += 1
             except (pyarrow.ArrowException, OSError) as error:
                 raise self._unreadable(path, error) from error
@@ -224,8 +254,14 @@ class Corpus:
         except (pyarrow.ArrowException, OSError) as error:
             raise self._unreadable(path, error) from error
         columns = file.schema_arrow.names
-        if self.source.field not in columns:
-            _value(dict.fromkeys(columns), self.source, f"source {self.name!r}: {path}")
+        where = f"source {self.name!r}: {path}"
+        if self._columns[0] not in columns:
+            if self.source.kind == "chat":
+                raise UserError(
+                    f"{where}: no column 'messages'; there are {', '.join(columns)}: call the one "
+                    "with the turns so"
+                )
+            _value(dict.fromkeys(columns), self.source, where)
         return file
 
     def _unreadable(self, path: Path, error: Exception) -> UserError:
@@ -259,6 +295,23 @@ class Corpus:
     def _hub(self, start: int, stop: int) -> Iterator[str]:
         for number in range(start, stop):
             yield _value(self._rows[number], self.source, f"{self._hub_name}, row {number}")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Where a byte of a file is; lines are counted only when there is something to complain of."""
+
+    source: str
+    path: Path
+    at: int
+
+    def __str__(self) -> str:
+        number, left = 1, self.at
+        with self.path.open("rb") as file:
+            while left and (block := file.read(min(left, 1 << 20))):
+                number += block.count(b"\n")
+                left -= len(block)
+        return f"source {self.source!r}: {self.path}:{number}"
 
 
 def documents(source: SourceConfig, name: str) -> Iterator[str]:
@@ -308,8 +361,8 @@ def _files(source: SourceConfig, name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        suffix = _SUFFIXES[source.kind]
-        inside = [p for p in path.rglob(f"*{suffix}") if p.is_file()]
+        suffixes = _SUFFIXES[source.kind]
+        inside = [p for p in path.rglob("*") if p.is_file() and p.name.endswith(suffixes)]
         found = [p for p in inside if not any(s.startswith(".") for s in p.relative_to(path).parts)]
     else:
         found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
@@ -387,7 +440,7 @@ def group(parts: Iterable[str], characters: int) -> Iterator[str]:
         yield "\n\n".join(held)
 
 
-def _value(row: dict[str, Any], source: SourceConfig, where: str) -> str:
+def _value(row: dict[str, Any], source: SourceConfig, where: object) -> str:
     """The text of one row; a null counts as an empty document."""
     if source.field not in row:
         raise UserError(

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from openzaya.config.recipe import SourceConfig
+from openzaya.data.conversations import ChatEncoder
 from openzaya.data.shard_build import Done, build_shards
 from openzaya.data.shards import FORMAT, TextStore, open_shards, read_manifest
 from openzaya.data.sources import fingerprint
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
+
+CHAT_FORMAT = 1  # raise it whenever the same conversations would give other files
 
 Progress = Callable[[int, int], None]
 
@@ -27,6 +30,7 @@ def open_store(
     tokenizer: Tokenizer,
     cache_dir: str | Path,
     progress: Progress | None = None,
+    chat: ChatEncoder | None = None,
 ) -> TextStore:
     """Opens the shards that a source names, or its cached ones, which are built if need be.
 
@@ -39,6 +43,7 @@ def open_store(
         tokenizer: Encodes the documents; names in them are never read as special tokens.
         cache_dir: Created if missing.
         progress: Called with (documents, tokens) so far, after every few megabytes of text.
+        chat: Encodes conversations; None takes our own format.
 
     Raises:
         UserError: as `build_shards` does, if the cache cannot be written, or if shards are damaged
@@ -47,17 +52,20 @@ def open_store(
     if source.kind == "shards":
         return _open_given(name, Path(str(source.path)).expanduser(), tokenizer)
     cache = Path(cache_dir)
+    chat = chat or ChatEncoder(tokenizer)
     # What only shapes rows (`whole`, `style`) leaves the store as it is; `path` is in the content.
     relevant = source.model_dump(include={"kind", "field", "split", "separator", "heldout"})
-    key = json.dumps([FORMAT, relevant, tokenizer.digest, fingerprint(source, name)])
-    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
+    parts = [FORMAT, relevant, tokenizer.digest, fingerprint(source, name)]
+    if source.kind == "chat":
+        parts += [CHAT_FORMAT, source.loss_on, chat.digest]
+    folder = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
     def report(done: Done) -> None:
         if progress is not None:
             progress(done.documents, done.tokens)
 
     try:
-        build_shards(folder, source, name, tokenizer, cache=True, progress=report)
+        build_shards(folder, source, name, chat, cache=True, progress=report)
     except OSError as error:
         raise UserError(
             f"source {name!r}: cannot write its tokens to the cache {cache}: {error.strerror}: "

@@ -141,6 +141,15 @@ class Tokenizer:
         inner = self._special if special else self._plain
         return list(inner.encode(_valid(text), add_special_tokens=False).ids)
 
+    def spelling_out(self, names: Iterable[str]) -> Tokenizer:
+        """A tokenizer whose plain reading spells these added tokens out too, special or not."""
+        content, wanted = json.loads(self._json), set(names)
+        added = content.get("added_tokens", [])
+        marked = [{**t, "special": t["special"] or t["content"] in wanted} for t in added]
+        if marked == added:
+            return self
+        return _from_json(json.dumps({**content, "added_tokens": marked}))
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of many texts at once, on all cores."""
         encoded = self._plain.encode_batch_fast(

@@ -3,6 +3,10 @@
 W' = W + s B A, with A [rank, in] and B [out, rank]; every expert of a stack has its own A and B.
 s = alpha / rank, or alpha / sqrt(rank) if rank-stabilised (arXiv 2312.03732, theorem 3.2).
 
+With a magnitude m [out] the change is of the direction alone (DoRA, arXiv 2402.09353, equation 5):
+W' = m (W + s B A) / ||W + s B A||, row by row. The norm counts as a constant in gradients, as
+section 4.3 has it. Matrices only: no file format has magnitudes for stacks of experts.
+
 An adapter is *kept* beside the weights (`attach`, `detach`), to train it or to try it, or *merged*
 into them (`merge`, `merged`). Both compute W' by the same operation, in fp32 and rounded to the
 dtype of W, so that they agree bit for bit. A kept adapter costs one product B A per forward and
@@ -16,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +46,13 @@ class Pair:
         a: [rank, in], or [experts, rank, in] for a stack of experts; any float dtype.
         b: [out, rank], or [experts, out, rank].
         scale: s, which multiplies their product.
+        magnitude: m, [out]; None without DoRA.
     """
 
     a: Tensor
     b: Tensor
     scale: float
+    magnitude: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -66,6 +72,8 @@ class Pair:
 @dataclass
 class Adapter:
     """A set of pairs, and what was chosen for most of them.
+
+    Either all pairs have magnitudes or none has.
 
     Attributes:
         pairs: by logical name.
@@ -130,6 +138,31 @@ def new_adapter(
     return Adapter(pairs, rank, alpha, use_rslora)
 
 
+def is_dora(adapter: Adapter) -> bool:
+    """Whether the pairs have magnitudes."""
+    return any(pair.magnitude is not None for pair in adapter.pairs.values())
+
+
+@torch.no_grad()
+def with_magnitudes(adapter: Adapter, model: Zaya) -> Adapter:
+    """A fresh adapter as one of DoRA: m = ||W||, so that it still changes nothing.
+
+    Raises:
+        UserError: as `attach`, or if the adapter has stacks of experts.
+    """
+    pairs = {}
+    for name, (module, attribute) in _check(model, adapter).items():
+        if kind_of(name) == "experts":
+            raise UserError(
+                f"{name} cannot be adapted by DoRA: no file format has magnitudes for stacks of "
+                "experts; adapt attention and router so, or take LoRA."
+            )
+        weight: Tensor = getattr(module, attribute)
+        magnitude = weight.to(torch.promote_types(weight.dtype, torch.float32)).norm(dim=-1)
+        pairs[name] = replace(adapter.pairs[name], magnitude=magnitude.float())
+    return replace(adapter, pairs=pairs)
+
+
 def _matching(target: str, names: list[str]) -> list[str]:
     if target in _KINDS:
         return [name for name in names if kind_of(name) == target]
@@ -154,31 +187,43 @@ def refusal(name: str) -> str:
 
 
 class LowRank(nn.Module):
-    """W -> W + s B A, as a parametrization of W; A and B are fp32 parameters.
+    """W -> W', as a parametrization of W; A, B and the magnitude are fp32 parameters.
 
     Args:
         pair: initial values, which are copied.
         weight: W, for its device.
         order: names of the parameters beside W, itself included, to be restored.
+
+    Attributes:
+        keep: factors of A's columns, [in] or [experts, 1, in], for dropout; None for none.
     """
 
     def __init__(self, pair: Pair, weight: Tensor, order: list[str]) -> None:
         super().__init__()
         self.a = nn.Parameter(pair.a.detach().to(weight.device, torch.float32, copy=True))
         self.b = nn.Parameter(pair.b.detach().to(weight.device, torch.float32, copy=True))
+        self.magnitude = None
+        if pair.magnitude is not None:
+            magnitude = pair.magnitude.detach().to(weight.device, torch.float32, copy=True)
+            self.magnitude = nn.Parameter(magnitude)
         self.scale = pair.scale
+        self.keep: Tensor | None = None
         self.order = order
         self.was_trained = weight.requires_grad
 
     def forward(self, weight: Tensor) -> Tensor:
-        """[out, in] or [experts, out, in], same dtype out; gradients flow to all three."""
-        return _add(weight, self.a, self.b, self.scale)
+        """[out, in] or [experts, out, in], same dtype out; gradients flow to all of them."""
+        a = self.a if self.keep is None else self.a * self.keep
+        return _change(weight, a, self.b, self.scale, self.magnitude)
 
 
-def _add(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def _change(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None) -> Tensor:
     product = torch.baddbmm if weight.ndim == 3 else torch.addmm
     wide = torch.promote_types(weight.dtype, torch.float32)
     changed = product(weight.to(wide), b.to(wide), a.to(wide), alpha=scale)
+    if magnitude is not None:
+        length = changed.detach().norm(dim=-1).clamp_min(torch.finfo(wide).tiny)
+        changed = changed * (magnitude.to(wide) / length)[..., None]
     return changed.to(weight.dtype)
 
 
@@ -209,14 +254,19 @@ def attach(model: Zaya, adapter: Adapter, freeze: bool = False) -> None:
 def attached(model: Zaya) -> dict[str, Pair]:
     """Current pairs of a kept adapter by logical name, copied; none if there is no adapter."""
     return {
-        name: Pair(change.a.detach().clone(), change.b.detach().clone(), change.scale)
-        for name, _, _, change in _kept(model)
+        name: Pair(
+            change.a.detach().clone(),
+            change.b.detach().clone(),
+            change.scale,
+            None if change.magnitude is None else change.magnitude.detach().clone(),
+        )
+        for name, _, _, change in kept(model)
     }
 
 
 def detach(model: Zaya) -> None:
     """Take a kept adapter off again: the very parameters of before, in the same order."""
-    found = _kept(model)
+    found = kept(model)
     for _, module, attribute, change in found:
         parametrize.remove_parametrizations(module, attribute, leave_parametrized=False)
         getattr(module, attribute).requires_grad_(change.was_trained)
@@ -259,7 +309,9 @@ def merged(name: str, tensor: Tensor, adapter: Adapter) -> Tensor:
     if pair is None:
         return tensor
     check_shape(name, tensor.shape, pair)
-    return _add(tensor, pair.a.to(tensor.device), pair.b.to(tensor.device), pair.scale)
+    magnitude = None if pair.magnitude is None else pair.magnitude.to(tensor.device)
+    a, b = pair.a.to(tensor.device), pair.b.to(tensor.device)
+    return _change(tensor, a, b, pair.scale, magnitude)
 
 
 def _check(model: Zaya, adapter: Adapter) -> dict[str, tuple[nn.Module, str]]:
@@ -290,9 +342,15 @@ def check_shape(name: str, shape: Sequence[int], pair: Pair) -> None:
             f"the adapter of {name} has factors {list(pair.b.shape)} and {list(pair.a.shape)}, "
             f"which do not fit the model's {list(shape)}."
         )
+    if pair.magnitude is not None and (len(shape) != 2 or pair.magnitude.shape != shape[:1]):
+        raise UserError(
+            f"the adapter of {name} has magnitudes {list(pair.magnitude.shape)}, which do not fit "
+            f"the model's {list(shape)}."
+        )
 
 
-def _kept(model: Zaya) -> list[tuple[str, nn.Module, str, LowRank]]:
+def kept(model: Zaya) -> list[tuple[str, nn.Module, str, LowRank]]:
+    """The kept adapter: logical name, module, attribute and change of every adapted matrix."""
     return [
         (f"{path}.{attribute}", module, attribute, changes[0])
         for path, module in model.named_modules()

@@ -45,6 +45,18 @@ def parameter_groups(model: nn.Module) -> ParameterGroups:
     return groups
 
 
+def build_adapter_optimizer(model: nn.Module, config: OptimizerConfig) -> dict[str, Optimizer]:
+    """The one optimizer, "adapter" (AdamW), of a frozen model that keeps an adapter."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    betas = (config.adamw_beta1, config.adamw_beta2)
+    decay = config.adamw_weight_decay
+    return {
+        "adapter": AdamW(
+            parameters, betas=betas, eps=config.adamw_eps, weight_decay=decay, fused=True
+        )
+    }
+
+
 def build_optimizers(model: nn.Module, config: OptimizerConfig) -> dict[str, Optimizer]:
     """Optimizers of a model, by name: "hidden" (Muon or AdamW) and "rest" (AdamW).
 

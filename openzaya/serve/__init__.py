@@ -13,7 +13,8 @@ A request passes the files in this order:
    string, and reasoning apart from the answer.
 
 A conversation is `session.py`: it keeps the state from turn to turn and runs only what is new;
-`chat_format.py` says how turns become tokens.
+`chat_format.py` says how turns become tokens, and `tool_calls.py` reads the calls of functions in
+an answer.
 
     model, tokenizer = open_checkpoint(Path("runs/first"))
     [completion] = generate(model, tokenizer, [tokenizer.encode("Once upon")], SamplingSettings())

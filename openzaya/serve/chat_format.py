@@ -7,19 +7,13 @@ may give others.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from openzaya.data.chat import ROLES, Message, encode_chat
+from openzaya.data.chat import Message, encode_chat
+from openzaya.data.template import ChatTemplate
 from openzaya.data.tokenizer import END_THINK, IM_END, THINK, Tokenizer
-from openzaya.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -121,26 +115,12 @@ class TemplateFormat:
     rewrites_history = True
 
     def __post_init__(self) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        self._template = ChatTemplate(
+            self.tokenizer, self.source, self.control, self.tokens, self.where
         )
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        # Unlike Jinja's own filter: not escaped for HTML.
-        environment.filters["tojson"] = _to_json
-        try:
-            self._template = environment.from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise UserError(
-                f"{self.where} cannot be read: {error}. Remove chat_template to chat in the "
-                "format of openzaya.data.chat"
-            ) from error
         names = {IM_END, self.tokens.get("eos_token", "")}
         found = (self.tokenizer.token_id(name) for name in sorted(names) if name)
         self.stop_ids = (*self.ends, *(token for token in found if token is not None))
-        self._marks = {name: f"\ufdd0{i}\ufdd1" for i, name in enumerate(self.control) if name}
-        longest_first = sorted(self._marks, key=len, reverse=True)
-        self._names = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def prompt(self, turns: Sequence[Turn], thinking: bool) -> Prompt:
         """See `ChatFormat`."""
@@ -161,11 +141,7 @@ class TemplateFormat:
     def _hide_names(self, turn: Turn) -> str:
         """The content with names of control tokens replaced by marks that no token is called."""
         own = (THINK, END_THINK) if turn.role == "assistant" else ()
-
-        def mark(match: re.Match[str]) -> str:
-            return match[0] if match[0] in own else self._marks[match[0]]
-
-        return self._names.sub(mark, turn.content)
+        return str(self._template.hide(turn.content, own))
 
     def _render(
         self, turns: Sequence[Turn], contents: Sequence[str], opening: bool, thinking: bool
@@ -174,20 +150,7 @@ class TemplateFormat:
             {"role": turn.role, "content": content}
             for turn, content in zip(turns, contents, strict=True)
         ]
-        try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=opening,
-                enable_thinking=thinking,
-                tools=None,
-                documents=None,
-                **self.tokens,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{self.where} cannot show this conversation: {error}. It knows other roles or "
-                f"another order of turns; we send {', '.join(ROLES)}"
-            ) from error
+        return self._template.generated(self._template.render(messages, opening, thinking))[0]
 
     def _encode(self, text: str, turns: Sequence[Turn], contents: Sequence[str]) -> list[int]:
         """Ids of rendered text, with sampled turns as they were sampled."""
@@ -200,23 +163,6 @@ class TemplateFormat:
                 continue  # shortened by the template
             seek = at + len(content)
             if turn.ids:
-                ids += self._encode_text(text[start:at]) + turn.ids
+                ids += self._template.encode(text[start:at]) + turn.ids
                 start = seek
-        return ids + self._encode_text(text[start:])
-
-    def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = []
-        for number, part in enumerate(re.split("\ufdd0(\\d+)\ufdd1", text)):
-            if number % 2:  # a mark: what it stands for, spelled out
-                ids += self.tokenizer.encode(self.control[int(part)])
-            elif part:
-                ids += self.tokenizer.encode(part, special=True)
-        return ids
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+        return ids + self._template.encode(text[start:])

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from openzaya.checkpoint.dialects import read_config
 from openzaya.checkpoint.load import Residual, load_model
 from openzaya.checkpoint.lora import read_adapter
-from openzaya.checkpoint.run import find_checkpoint, to_stderr
-from openzaya.data.chat import CHAT_TEMPLATE
-from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from openzaya.checkpoint.run import find_adapter, find_checkpoint, to_stderr
+from openzaya.data.template import read_json, read_template
+from openzaya.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from openzaya.errors import UserError
 from openzaya.model.lora import attach
 from openzaya.model.model import Zaya
 from openzaya.serve.chat_format import ChatFormat, NativeFormat, TemplateFormat
 from openzaya.serve.request import check_vocabulary
 
-TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -60,7 +57,7 @@ def open_folder(
     """Open a model folder that `find_checkpoint` has returned.
 
     Args:
-        adapter: folder of a LoRA adapter to keep beside the weights.
+        adapter: folder of a LoRA adapter to keep beside the weights, or a run that trained one.
         residual: as `load_model`.
 
     Raises:
@@ -73,7 +70,9 @@ def open_folder(
             f"{folder} has no {TOKENIZER_FILE}: copy the one that the model was trained with there"
         )
     tokenizer = Tokenizer.load(file)
-    lora = None if adapter is None else read_adapter(adapter, read_config(folder))
+    lora = None
+    if adapter is not None:
+        lora = read_adapter(find_adapter(adapter), read_config(folder))
     model = load_model(folder, dtype, device, residual)
     if lora is not None:
         attach(model, lora)
@@ -96,34 +95,11 @@ def open_chat_format(folder: Path, tokenizer: Tokenizer) -> ChatFormat:
     Raises:
         UserError: if a file or the template cannot be read, or the tokenizer knows no chat.
     """
-    config = _read_json(folder / TOKENIZER_CONFIG_FILE)
-    source, where = config.get("chat_template"), folder / TOKENIZER_CONFIG_FILE
-    if (folder / TEMPLATE).is_file():
-        source, where = (folder / TEMPLATE).read_text(encoding="utf-8"), folder / TEMPLATE
-    if isinstance(source, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default", next(iter(named.values()), None))
-    if not source or source == CHAT_TEMPLATE:
-        # Ours is better encoded by its own code, the very one that training uses.
+    template = read_template(folder, tokenizer)
+    if template is None:
         return NativeFormat(tokenizer)
-    tokens = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            tokens[name] = token
-    added = _read_json(folder / TOKENIZER_FILE).get("added_tokens", [])
-    control = [token["content"] for token in added]
-    ends = _read_json(folder / GENERATION_CONFIG).get("eos_token_id", [])
+    ends = read_json(folder / GENERATION_CONFIG).get("eos_token_id", [])
     ends = ends if isinstance(ends, list) else [ends]
-    return TemplateFormat(tokenizer, source, control, tokens, ends, str(where))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}; download or save it again") from error
-    return content
+    return TemplateFormat(
+        tokenizer, template.source, template.control, template.tokens, ends, template.where
+    )

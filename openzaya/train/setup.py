@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from openzaya.checkpoint.atomic import write_text
-from openzaya.checkpoint.companions import GENERATION, TEMPLATE
+from openzaya.checkpoint.atomic import write_bytes, write_text
+from openzaya.checkpoint.companions import GENERATION, TEMPLATE, read_companions
 from openzaya.checkpoint.dialects import describe_folder, read_config
 from openzaya.checkpoint.load import load_model
 from openzaya.checkpoint.run import find_checkpoint, list_checkpoints
@@ -22,6 +22,8 @@ from openzaya.config.load import differences, load_recipe, recipe_to_toml
 from openzaya.config.recipe import Recipe
 from openzaya.data.batches import DataPlan
 from openzaya.data.chat import CHAT_TEMPLATE
+from openzaya.data.conversations import ChatEncoder
+from openzaya.data.template import read_template
 from openzaya.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from openzaya.data.vocabulary import obtain_tokenizer
 from openzaya.errors import UserError
@@ -29,11 +31,20 @@ from openzaya.kernels.native.library import why_missing
 from openzaya.model.config import ModelConfig
 from openzaya.model.init import init_weights
 from openzaya.model.model import Zaya
+from openzaya.train.chat_check import check_tool_calls
 from openzaya.train.state import TrainState
 
 LOCK = ".lock"
 RECIPE = "recipe.toml"
 SOURCES = "sources.json"
+CARRIED = (
+    TOKENIZER_CONFIG_FILE,
+    TEMPLATE,
+    GENERATION,
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""What belongs to a starting checkpoint's tokenizer: a run keeps it, and so do its checkpoints."""
 
 
 @dataclass
@@ -78,8 +89,15 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
         def progress(source: str, docs: int, tokens: int) -> None:
             status.update(f"tokenising {source}: {docs:,} documents, {tokens:,} tokens")
 
+        chat = ChatEncoder(tokenizer, read_template(folder, tokenizer), check_tool_calls)
         plan = DataPlan(
-            recipe.sources, recipe.phases, tokenizer, folder.parent / "cache", recipe.seed, progress
+            recipe.sources,
+            recipe.phases,
+            tokenizer,
+            folder.parent / "cache",
+            recipe.seed,
+            progress,
+            chat,
         )
     for (phase, name), dropped in plan.dropped.items():
         console.print(
@@ -186,20 +204,11 @@ def architecture_of(start_from: str, folder: Path) -> ModelConfig:
 def _start(recipe: Recipe, folder: Path, claimed: bool, console: Console) -> Path | None:
     """The checkpoint to start from, as long as the run has nothing of its own to go on with."""
     own = claimed and list_checkpoints(folder) and (folder / TOKENIZER_FILE).is_file()
+    own = own and recipe.adapter is None  # whose checkpoints do not hold the weights
     if recipe.start_from is None or own:
         return None
     start = find_checkpoint(recipe.start_from, console.print)
     _check_architecture(recipe, start)
-    lost = [name for name in (TEMPLATE, GENERATION) if (start / name).is_file()]
-    eos = describe_folder(start).eos
-    lost += [f"the end-of-text tokens after the first ({list(eos[1:])})"] if len(eos) > 1 else []
-    if lost:
-        console.print(
-            f"not carried over from {start}: {', '.join(lost)}; this run's checkpoints have the "
-            "chat format that they are trained with",
-            soft_wrap=True,
-            highlight=False,
-        )
     return start
 
 
@@ -208,7 +217,9 @@ def _check_architecture(recipe: Recipe, start: Path) -> None:
     free = {"rope_theta", "sliding_rope_theta", "max_position_embeddings", "residual_in_fp32"}
     free |= {"layer_types"}  # compared filled in
     theirs = read_config(start)
-    if "none" not in (theirs.skip_expert, recipe.model.skip_expert):
+    if recipe.adapter is not None:  # which is used with the base as it is
+        free -= {"rope_theta", "sliding_rope_theta"}
+    elif "none" not in (theirs.skip_expert, recipe.model.skip_expert):
         free |= {"skip_expert"}  # identity and zero have the same tensors
     ours, given = (config.model_dump(mode="json") for config in (recipe.model, theirs))
     differ = [name for name in given if name not in free and ours[name] != given[name]]
@@ -224,10 +235,15 @@ def _check_architecture(recipe: Recipe, start: Path) -> None:
 def _model(recipe: Recipe, folder: Path, start: Path | None) -> Zaya:
     """Weights of the checkpoint to start from, or random ones."""
     compute_dtype = getattr(torch, recipe.run.compute_dtype)
-    if start is not None and not list_checkpoints(folder):
+    if start is not None and (recipe.adapter is not None or not list_checkpoints(folder)):
+        low = recipe.adapter is not None and recipe.adapter.base_dtype == "bfloat16"
         # Of the recipe's architecture: the skip class may mean something else there.
         return load_model(
-            start, compute_dtype, residual="trained", matrices="float32", config=recipe.model
+            start,
+            compute_dtype,
+            residual="trained",
+            matrices="compute" if low else "float32",
+            config=recipe.model,
         ).train()
     model = Zaya(recipe.model, compute_dtype)
     init_weights(model, recipe.seed)
@@ -252,16 +268,41 @@ def _tokenizer(
             )
         tokenizer = Tokenizer.load(start / TOKENIZER_FILE)
         tokenizer.save(own)
+        _carry(start, folder)
     else:
+        _carry(None, folder)
         with console.status("obtaining the tokenizer"):
             tokenizer = obtain_tokenizer(recipe.tokenizer, recipe.sources)
         tokenizer.save(own)
+        if start is not None and read_template(start, tokenizer) is not None:
+            console.print(
+                f"the chat template of {start} is not used, as the tokenizer is another one",
+                soft_wrap=True,
+                highlight=False,
+            )
     if tokenizer.vocab_size > recipe.model.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} entries, but model.vocab_size is "
             f"{recipe.model.vocab_size}; make the model's at least as large."
         )
     return tokenizer
+
+
+def _carry(start: Path | None, folder: Path) -> None:
+    """Take over what belongs to the tokenizer; what an earlier attempt took over goes."""
+    for name in CARRIED:
+        (folder / name).unlink(missing_ok=True)
+    if start is None:
+        return
+    described = describe_folder(start)
+    files = read_companions(start, described).files
+    if GENERATION not in files and len(described.eos) > 1:
+        # The configuration of our checkpoints has the first one only.
+        eos = {"eos_token_id": list(described.eos)}
+        files[GENERATION] = (json.dumps(eos, indent=2) + "\n").encode()
+    for name in CARRIED:
+        if name in files:
+            write_bytes(folder / name, files[name])
 
 
 def _check_evaluation(recipe: Recipe, plan: DataPlan) -> None:
@@ -297,7 +338,7 @@ def _check_sources(plan: DataPlan, folder: Path, claimed: bool) -> None:
 
 def _check_room(state: TrainState, recipe: Recipe, folder: Path) -> None:
     """Weights, gradients' moments and one more checkpoint than is kept must fit on the disk."""
-    weights = sum(p.numel() * 4 for p in state.model.parameters())
+    weights = sum(p.numel() * 4 for p in state.model.parameters() if p.requires_grad)
     there = min(len(list_checkpoints(folder)), recipe.run.keep_checkpoints)
     need = 3 * weights * (recipe.run.keep_checkpoints + 1 - there)
     free = shutil.disk_usage(folder).free
@@ -308,9 +349,19 @@ def _check_room(state: TrainState, recipe: Recipe, folder: Path) -> None:
         )
 
 
-def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
-    """What `transformers.AutoTokenizer` needs beside the weights, chat template included."""
+def write_tokenizer_files(tokenizer: Tokenizer, folder: Path, run: Path) -> None:
+    """What `transformers.AutoTokenizer` needs beside the weights, chat template included.
+
+    Args:
+        folder: where to write it.
+        run: the run's folder; the template that it took over goes along, else it is ours.
+    """
     tokenizer.save(folder / TOKENIZER_FILE)
+    for name in CARRIED:
+        if (run / name).is_file():
+            shutil.copyfile(run / name, folder / name)
+    if read_template(run, tokenizer) is not None:
+        return
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": CHAT_TEMPLATE,

@@ -20,9 +20,11 @@ from openzaya.checkpoint.load import read_tensors, read_weights
 from openzaya.checkpoint.save import save_model
 from openzaya.config.recipe import Recipe
 from openzaya.errors import UserError
+from openzaya.model.lora import Adapter
 from openzaya.model.model import Zaya
 from openzaya.optim.balance import BalancingController
-from openzaya.optim.groups import build_optimizers
+from openzaya.optim.groups import build_adapter_optimizer, build_optimizers
+from openzaya.train.adapter import begin_adapter, load_kept, save_kept, weights_digest
 
 TENSORS = "training.safetensors"
 SCALARS = "training.json"
@@ -38,6 +40,8 @@ class TrainState:
         controller: of the balancing biases, with its own optimizer state.
         step: optimizer steps done.
         tokens: real tokens trained on.
+        adapter: settings of the adapter that is trained; None if all weights are.
+        base: checksum of the frozen weights under it.
     """
 
     model: Zaya
@@ -45,10 +49,22 @@ class TrainState:
     controller: BalancingController
     step: int = 0
     tokens: int = 0
+    adapter: Adapter | None = None
+    base: int = 0
 
     @classmethod
     def create(cls, model: Zaya, recipe: Recipe) -> TrainState:
         """State before step 1 of a model whose weights are set."""
+        if recipe.adapter is not None:
+            base = weights_digest(model)
+            adapter = begin_adapter(model, recipe.adapter, recipe.seed, recipe.start_from)
+            return cls(
+                model,
+                build_adapter_optimizer(model, recipe.optimizer),
+                BalancingController(model, recipe.balance.model_copy(update={"enabled": False})),
+                adapter=adapter,
+                base=base,
+            )
         return cls(
             model,
             build_optimizers(model, recipe.optimizer),
@@ -57,11 +73,15 @@ class TrainState:
 
     def save(self, folder: Path) -> None:
         """Write into an existing folder (make it with `atomic_folder`)."""
-        save_model(self.model, folder)
+        if self.adapter is None:
+            save_model(self.model, folder)
+        else:
+            save_kept(self.model, self.adapter, folder)
         save_file(self._tensors(), folder / TENSORS)
         scalars = {
             "step": self.step,
             "tokens": self.tokens,
+            "base": self.base,
             "openzaya": openzaya.__version__,
             "torch": torch.__version__,
         }
@@ -77,15 +97,15 @@ class TrainState:
             scalars = json.loads((folder / SCALARS).read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} holds no training state: {error}") from error
-        saved, weights = read_weights(folder)
-        ours = self.model.config
-        self.model.load_state_dict(weights)
-        self.model.config = ours.model_copy(
-            update={
-                "rope_theta": saved.rope_theta,
-                "max_position_embeddings": saved.max_position_embeddings,
-            }
-        )
+        if self.adapter is None:
+            self._load_weights(folder)
+        elif scalars.get("base") != self.base:
+            raise UserError(
+                "start_from does not hold the weights that this run began with: restore them, or "
+                "start a run of another name (name=...)."
+            )
+        else:
+            load_kept(self.model, folder)
         tensors = read_tensors(folder / TENSORS)
         torch.set_rng_state(tensors.pop("rng.torch"))
         for label, optimizer, names in self._optimizers():
@@ -107,6 +127,17 @@ class TrainState:
         self.controller.restore()
         self.step = scalars["step"]
         self.tokens = scalars["tokens"]
+
+    def _load_weights(self, folder: Path) -> None:
+        saved, weights = read_weights(folder)
+        ours = self.model.config
+        self.model.load_state_dict(weights)
+        self.model.config = ours.model_copy(
+            update={
+                "rope_theta": saved.rope_theta,
+                "max_position_embeddings": saved.max_position_embeddings,
+            }
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {"rng.torch": torch.get_rng_state()}

@@ -20,9 +20,11 @@ from openzaya.errors import UserError
 from openzaya.kernels.allocator import reuse_freed_memory
 from openzaya.optim.balance import load_entropy
 from openzaya.optim.schedule import learning_rate
+from openzaya.train.adapter import prove_gradients
 from openzaya.train.evaluate import heldout_loss
 from openzaya.train.live import LiveView
 from openzaya.train.metrics import MetricsLog
+from openzaya.train.noise import training_noise
 from openzaya.train.setup import RECIPE, Run, exclusive, open_run, write_tokenizer_files
 from openzaya.train.stop import StopRequest
 
@@ -115,6 +117,9 @@ class _Trainer:
         if result is None:
             return None
         loss, load = result
+        proved = None
+        if state.adapter is not None and state.step < 2:
+            proved = prove_gradients(state.model, load, "b" if state.step == 0 else "a")
         parameters = list(state.model.parameters())
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.recipe.optimizer.clip_norm))
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -135,7 +140,7 @@ class _Trainer:
         state.tokens += batch.real_tokens
         num_experts = state.model.config.num_experts
         skipped = load[:, num_experts:].sum(1) / load.sum(1)
-        return {
+        record = {
             "step": state.step,
             "phase": phase.name,
             "loss": loss,
@@ -149,6 +154,7 @@ class _Trainer:
             "skip_share": skipped.tolist(),
             "load": load.tolist(),
         }
+        return record if proved is None else {**record, "adapter_gradients": proved}
 
     def _gradients(self, batch: Batch, micro_sequences: int) -> tuple[float, torch.Tensor] | None:
         """Gradients of the mean loss over the global batch, whatever the micro-batch size."""
@@ -161,11 +167,11 @@ class _Trainer:
                     optimizer.zero_grad(set_to_none=True)
                 return None
             rows = slice(start, start + micro_sequences)
-            out = model(
-                batch.tokens[rows].to(self.device), positions=batch.positions[rows].to(self.device)
-            )
-            loss = model.loss(out.hidden, batch.targets[rows].to(self.device)) / max(targets, 1)
-            loss.backward()
+            positions = batch.positions[rows].to(self.device)
+            with training_noise(model, self.recipe, self.state.step, start, positions):
+                out = model(batch.tokens[rows].to(self.device), positions=positions)
+                loss = model.loss(out.hidden, batch.targets[rows].to(self.device)) / max(targets, 1)
+                loss.backward()
             total += float(loss.detach())
             load = out.load if load is None else load + out.load
         assert load is not None
@@ -198,7 +204,7 @@ class _Trainer:
             return
         with atomic_folder(path) as folder:
             self.state.save(folder)
-            write_tokenizer_files(self.tokenizer, folder)
+            write_tokenizer_files(self.tokenizer, folder, self.run_folder)
             (folder / RECIPE).write_text(recipe_to_toml(self.recipe))
         self.saved_step = self.state.step
         prune(self.run_folder, self.recipe.run.keep_checkpoints, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,18 @@ from transformers import ZayaConfig
 from openzaya.checkpoint.lora import Adapter, read_adapter, write_adapter
 from openzaya.checkpoint.tensors import entries
 from openzaya.errors import UserError
-from openzaya.model.lora import Pair, attach, detach, merge, new_adapter, scale_of
+from openzaya.model.lora import (
+    Pair,
+    attach,
+    attached,
+    detach,
+    is_dora,
+    kept,
+    merge,
+    new_adapter,
+    scale_of,
+    with_magnitudes,
+)
 from openzaya.model.model import Zaya
 from tests.model.helpers import small_config
 from tests.oracle import our_config, pair, random_geometry, random_tokens, relative_error
@@ -97,6 +109,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "one layer": {"target_modules": ["q_proj", "o_proj"], "layers_to_transform": [1]},
     "by expression": {"target_modules": r".*\.2\.self_attn\..*(q|o)_proj"},
+    "magnitudes": {"target_modules": ATTENTION + ROUTER, "use_dora": True},
+    "magnitudes of stabilised": {
+        "target_modules": ["o_proj", "fc1"],
+        "use_dora": True,
+        "use_rslora": True,
+        "rank_pattern": {"fc1": 5},
+    },
 }
 
 
@@ -107,7 +126,11 @@ def test_adapters_of_peft_compute_the_same_here(
     oracle, ours = pair(geometry, seed=3)
     settings = LoraConfig(r=3, lora_alpha=5, task_type="CAUSAL_LM", **CASES[case])
     adapted = get_peft_model(oracle, settings).eval()
-    randomise_pairs([p for name, p in adapted.named_parameters() if "lora_" in name])
+    randomise_pairs([p for name, p in adapted.named_parameters() if re.search("lora_[AB]", name)])
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "magnitude" in name:
+                p.mul_(torch.linspace(0.5, 1.5, len(p)))
     adapted.save_pretrained(str(tmp_path))
     adapter = read_adapter(tmp_path, ours.config)
     tokens = random_tokens(geometry, 2, 9)
@@ -124,6 +147,88 @@ def test_adapters_of_peft_compute_the_same_here(
     assert relative_error(base, expected) > 1e-2
     assert relative_error(kept, expected) < TOLERANCE
     assert relative_error(merged, expected_merged) < TOLERANCE
+
+
+def test_gradients_of_magnitudes_and_factors_are_those_of_peft(
+    geometry: ZayaConfig, tmp_path: Path
+) -> None:
+    """DoRA's norm counts as a constant, here as there."""
+    oracle, ours = pair(geometry, seed=3)
+    settings = LoraConfig(
+        r=3, lora_alpha=5, task_type="CAUSAL_LM", use_dora=True, target_modules=ATTENTION + ROUTER
+    )
+    adapted = get_peft_model(oracle, settings)
+    randomise_pairs([p for name, p in adapted.named_parameters() if re.search("lora_[AB]", name)])
+    adapted.save_pretrained(str(tmp_path))
+    adapter = read_adapter(tmp_path, ours.config)
+    assert is_dora(adapter)
+    ours.requires_grad_(False)
+    attach(ours, adapter)
+    tokens = random_tokens(geometry, 2, 9)
+    adapted(tokens).logits.square().sum().backward()
+    ours.logits(ours(tokens).hidden).square().sum().backward()
+    theirs = dict(adapted.named_parameters())
+    for name, _, _, change in kept(ours):
+        stem = PREFIX + name.removesuffix(".weight")
+        assert change.magnitude is not None
+        for key, mine in (
+            ("lora_A.default.weight", change.a),
+            ("lora_B.default.weight", change.b),
+            ("lora_magnitude_vector.default.weight", change.magnitude),
+        ):
+            assert relative_error(mine.grad, theirs[f"{stem}.{key}"].grad) < 1e-4, (name, key)
+
+
+def test_a_fresh_adapter_with_magnitudes_changes_nothing_and_peft_opens_it(
+    geometry: ZayaConfig, tmp_path: Path
+) -> None:
+    oracle, ours = pair(geometry, seed=3)
+    tokens = random_tokens(geometry, 2, 9)
+    base = logits_of(ours, tokens)
+    fresh = new_adapter(ours.config, ["attention", "router"], 2, 3.0)
+    adapter = with_magnitudes(fresh, ours)
+    attach(ours, adapter)
+    assert relative_error(logits_of(ours, tokens), base) < 1e-5
+    detach(ours)
+    for layout in ("native", "legacy"):
+        write_adapter(adapter, tmp_path / layout, ours.config, layout)
+        check_same(read_adapter(tmp_path / layout, ours.config), adapter)
+    randomise_pairs([pair.b for pair in adapter.pairs.values()])
+    write_adapter(adapter, tmp_path / "changed", ours.config)
+    attach(ours, adapter)
+    with torch.no_grad():
+        expected = PeftModel.from_pretrained(oracle, str(tmp_path / "changed"))(tokens).logits
+    assert relative_error(logits_of(ours, tokens), expected) < TOLERANCE
+    assert relative_error(expected, base) > 1e-2
+    kept_pairs = attached(ours)
+    name = next(iter(kept_pairs))
+    assert torch.equal(kept_pairs[name].magnitude, adapter.pairs[name].magnitude)
+    detach(ours)
+    stacks = new_adapter(ours.config, ["experts"], 2, 3.0)
+    with pytest.raises(UserError, match="cannot be adapted by DoRA"):
+        with_magnitudes(stacks, ours)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {n: x for n, x in t.items() if "magnitude" not in n}, "magnitude_vector is mis"),
+        (lambda t: {n: x[:-1] if "magnitude" in n else x for n, x in t.items()}, "has shape"),
+        (lambda t: {n: x * float("nan") for n, x in t.items()}, "not finite"),
+    ],
+)
+def test_damaged_magnitudes_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    config = small_config()
+    ours = Zaya(config)
+    adapter = with_magnitudes(new_adapter(config, ["attention"], 2, 3.0), ours)
+    write_adapter(adapter, tmp_path, config)
+    edit(tmp_path, change)
+    with pytest.raises(UserError, match=message):
+        read_adapter(tmp_path, config)
+    write_adapter(adapter, tmp_path, config)
+    configure(tmp_path, lambda settings: {**settings, "use_dora": False})
+    with pytest.raises(UserError, match="use_dora is off"):
+        read_adapter(tmp_path, config)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +277,11 @@ def check_same(one: Adapter, two: Adapter) -> None:
     for name, first in one.pairs.items():
         second = two.pairs[name]
         assert first.scale == second.scale, name
-        for a, b in ((first.a, second.a), (first.b, second.b)):
+        assert (first.magnitude is None) == (second.magnitude is None)
+        sides = [(first.a, second.a), (first.b, second.b)]
+        if first.magnitude is not None and second.magnitude is not None:
+            sides.append((first.magnitude, second.magnitude))
+        for a, b in sides:
             assert a.dtype == b.dtype
             assert torch.equal(a, b), name
     kept = ("rank", "alpha", "use_rslora", "base_model")
@@ -300,7 +409,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     [
         ({"peft_type": "IA3"}, "peft_type.*IA3"),
         ({"peft_type": None}, "peft_type"),
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, r"lora_magnitude_vector is missing"),
         ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias.*all"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),

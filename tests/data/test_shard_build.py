@@ -13,6 +13,7 @@ import pytest
 
 from openzaya.config.recipe import SourceConfig
 from openzaya.data import encode, shard_build
+from openzaya.data.conversations import ChatEncoder
 from openzaya.data.shard_build import Done, build_shards, check_room, estimate
 from openzaya.data.shards import open_shards
 from openzaya.data.sources import Corpus
@@ -38,7 +39,7 @@ def corpus(tmp_path: Path, play: str, monkeypatch: pytest.MonkeyPatch) -> Source
 
 
 def build(out: Path, source: SourceConfig, tokenizer: Tokenizer, **options: Any) -> Path:
-    build_shards(out, source, "mine", tokenizer, SHARD, **options)
+    build_shards(out, source, "mine", ChatEncoder(tokenizer), SHARD, **options)
     return out
 
 
@@ -220,7 +221,7 @@ def test_a_side_that_chance_left_empty_gets_a_document(
 ) -> None:
     source = corpus.model_copy(update={"heldout": share})
     out = tmp_path / "out"
-    manifest = build_shards(out, source, "mine", tokenizer, SHARD)
+    manifest = build_shards(out, source, "mine", ChatEncoder(tokenizer), SHARD)
     assert manifest.documents(empty) == 1
     assert manifest.documents("train") + manifest.documents("heldout") > 60
 

@@ -12,6 +12,7 @@ import pytest
 
 from openzaya.config.recipe import PhaseConfig, SourceConfig
 from openzaya.data.batches import DataPlan
+from openzaya.data.conversations import ChatEncoder
 from openzaya.data.readers import WindowReader
 from openzaya.data.rng import Rng
 from openzaya.data.shard_build import build_shards
@@ -119,7 +120,9 @@ def test_a_mask_lies_beside_the_tokens(tmp_path: Path, drawn: list[list[int]]) -
 @pytest.fixture
 def folder(letters: Path, tmp_path: Path, byte_tokenizer: Tokenizer) -> Path:
     source = SourceConfig(kind="text", path=str(letters), separator="|", heldout=0.2)
-    build_shards(tmp_path / "shards", source, "letters", byte_tokenizer, shard_tokens=150)
+    build_shards(
+        tmp_path / "shards", source, "letters", ChatEncoder(byte_tokenizer), shard_tokens=150
+    )
     return tmp_path / "shards"
 
 
@@ -225,7 +228,7 @@ def test_a_run_takes_the_tokenizer_of_its_shards(
     sources = {"text": text, "web": shards(folder)}
     found = obtain_tokenizer(TokenizerConfig(), sources)
     assert found.digest == byte_tokenizer.digest
-    build_shards(tmp_path / "other", text, "x", tokenizer)
+    build_shards(tmp_path / "other", text, "x", ChatEncoder(tokenizer))
     sources["books"] = shards(tmp_path / "other")
     with pytest.raises(UserError, match="'web' and 'books' were made with different tokenizers"):
         obtain_tokenizer(TokenizerConfig(), sources)
@@ -235,7 +238,7 @@ def test_shards_without_a_heldout_side(
     letters: Path, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     text = SourceConfig(kind="text", path=str(letters), separator="|", heldout=0.0)
-    build_shards(tmp_path / "all", text, "x", byte_tokenizer)
+    build_shards(tmp_path / "all", text, "x", ChatEncoder(byte_tokenizer))
     sources = {"web": shards(tmp_path / "all")}
     plan = DataPlan(sources, [phase({"web": 1.0}, 16)], byte_tokenizer, tmp_path, 0)
     assert plan.batch(0, 0).real_tokens == 64

@@ -16,11 +16,13 @@ from openzaya.model.lora import (
     attach,
     attached,
     detach,
+    is_dora,
     kind_of,
     merge,
     merged,
     new_adapter,
     scale_of,
+    with_magnitudes,
 )
 from openzaya.model.model import Zaya
 from openzaya.model.precision import cast_for_inference
@@ -81,6 +83,29 @@ def _attached_name(model: Zaya, name: str) -> str:
     parent, _, attribute = name.rpartition(".")
     kept = f"{parent}.parametrizations.{attribute}.original"
     return kept if kept in dict(model.named_parameters()) else name
+
+
+def test_magnitudes_scale_rows_to_their_length() -> None:
+    """DoRA, equation 5, and kept as merged bit for bit."""
+    model = small_model()
+    tokens = tokens_for(model, 2, 9)
+    adapter = with_magnitudes(random_adapter(model, ("attention", "router")), model)
+    assert is_dora(adapter)
+    for name, pair in adapter.pairs.items():
+        assert torch.equal(pair.magnitude, model.get_parameter(name).detach().norm(dim=1))
+        pair.magnitude = pair.magnitude * torch.linspace(0.5, 2, len(pair.magnitude))
+    bases = {name: model.get_parameter(name).detach().clone() for name in adapter.pairs}
+    together = copy.deepcopy(model)
+    merge(together, adapter)
+    for name, pair in adapter.pairs.items():
+        weight = together.get_parameter(name)
+        torch.testing.assert_close(weight.norm(dim=1), pair.magnitude)
+        direction = torch.nn.functional.normalize(bases[name] + pair.delta(), dim=1)
+        assert relative_error(weight, direction * pair.magnitude[:, None]) < 1e-6
+    attach(model, adapter)
+    assert torch.equal(plain_logits(model, tokens), plain_logits(together, tokens))
+    detach(model)
+    assert all(torch.equal(model.get_parameter(name), base) for name, base in bases.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -47,6 +47,6 @@ def recipe(tmp_path):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def quiet():
     return Console(quiet=True)
