@@ -10,7 +10,18 @@ from collections.abc import Sequence
 import openzaya
 from openzaya.errors import UserError
 
-VERBS = ("demo", "train", "generate", "chat", "inspect", "convert", "verify", "trace", "data")
+VERBS = (
+    "demo",
+    "train",
+    "generate",
+    "chat",
+    "inspect",
+    "convert",
+    "verify",
+    "trace",
+    "data",
+    "ablate",
+)
 
 EXIT_BAD_INPUT = 2
 
