@@ -143,5 +143,5 @@ def _row(own: list[Result], of_size: list[Result], baseline: PowerLaw | None) ->
 
 
 def half_range(values: Sequence[float]) -> float | None:
-    """Half of largest minus smallest: with two or three seeds, no more can be said of the spread."""
+    """Half the range: two or three seeds allow no better measure."""
     return (max(values) - min(values)) / 2 if len(values) > 1 else None
