@@ -137,7 +137,7 @@ def _report(args: argparse.Namespace) -> int:
         print(json.dumps(summary.to_json(), indent=1))
         return 0
     show(summary, _console(False))
-    print("written: " + ", ".join(map(str, files)))
+    print(f"written in {args.out}: " + ", ".join(file.name for file in files))
     return 0
 
 
