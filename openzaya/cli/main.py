@@ -21,6 +21,7 @@ VERBS = (
     "merge",
     "verify",
     "trace",
+    "ablate",
 )
 
 EXIT_BAD_INPUT = 2

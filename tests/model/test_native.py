@@ -174,14 +174,17 @@ def test_packed_documents_are_as_alone(variant, name):
             part = slice(begin[row], begin[row] + length)
             begin[row] += length
             alone = model(tokens[row : row + 1, part], with_routing=True)
-            same = all(
-                torch.equal(a.chosen[0], b.chosen[row, part])
-                for a, b in zip(alone.routing, whole.routing, strict=True)
-            )
-            if same:
-                error = relative_error(whole.hidden[row, part].float(), alone.hidden[0].float())
-                assert error < 0.03, (row, part)
-                compared += length
+            same = torch.ones(length, dtype=torch.bool)
+            for ours, theirs in zip(alone.routing, whole.routing, strict=True):
+                same &= ours.chosen[0] == theirs.chosen[row, part]
+            # What a flip changes, later tokens attend to: up to the first one all must agree.
+            until = length if same.all() else int(same.int().argmin())
+            if until:
+                error = relative_error(
+                    whole.hidden[row, part][:until].float(), alone.hidden[0, :until].float()
+                )
+                assert error < 0.03, (row, part, until)
+                compared += until
     assert compared > 0.5 * sum(begin)
 
 
