@@ -50,8 +50,7 @@ class PlannedRun:
         return sum(
             TRAINING_FACTOR
             * forward_flops(self.recipe.model, phase.context).total
-            * phase.steps
-            * phase.step_tokens
+            * phase.total_tokens
             for phase in self.recipe.phases
         )
 
@@ -84,8 +83,7 @@ def base_recipe(recipe: Recipe, steps: int | None = None, tokens: int | None = N
             "compare: set `heldout` of a source above 0."
         )
     if tokens is not None:
-        each = sum(phase.steps * phase.step_tokens for phase in recipe.phases)
-        steps = max(round(recipe.total_steps * tokens / each), 1)
+        steps = max(round(recipe.total_steps * tokens / recipe.total_tokens), 1)
     if steps is not None:
         recipe = scaled(recipe, steps)
     run = recipe.run.model_copy(update={"eval_every": _NEVER})

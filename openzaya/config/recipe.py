@@ -25,7 +25,11 @@ class TokenizerConfig(_Section):
     """Where the tokenizer comes from: a file, or trained on the recipe's own text sources."""
 
     path: str | None = Field(None, description="A tokenizer.json; None trains one.")
-    vocab_size: int = Field(2048, gt=256, description="Entries of a trained byte-level BPE.")
+    vocab_size: int = Field(
+        2048,
+        gt=256,
+        description="Entries of a trained byte-level BPE; the smallest there is has bytes alone.",
+    )
     sample_bytes: int = Field(8_000_000, gt=0, description="Text that BPE training reads.")
 
 
@@ -75,55 +79,148 @@ class SourceConfig(_Section):
         description="Share of documents kept for evaluation, never trained on. Shards have their "
         "own; there, 0 only turns evaluation off.",
     )
+    heldout_from: Literal["documents", "end"] = Field(
+        "documents",
+        description="What is held out: documents, chosen by a hash; or (text, bundled) the end of "
+        "every file, which is then one document, as is usual for character-level models.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> SourceConfig:
         if self.kind not in ("stdlib", "tasks") and not self.path:
             raise ValueError(f"a source of kind {self.kind!r} needs `path`")
+        if self.heldout_from == "end" and (
+            self.kind not in ("text", "bundled") or self.separator or not self.heldout
+        ):
+            raise ValueError(
+                'heldout_from = "end" takes the end of whole files: it is for sources of kind text '
+                "(without separator) or bundled, with heldout above 0"
+            )
         return self
+
+
+class RampStage(_Section):
+    """A stretch of steps with smaller batches."""
+
+    batch_sequences: int = Field(gt=0, description="Sequences of one global batch.")
+    steps: int = Field(gt=0, description="How many steps it lasts.")
 
 
 class PhaseConfig(_Section):
     """One training phase: its context, data mixture and learning-rate schedule."""
 
     name: str
-    steps: int = Field(gt=0, description="Optimizer steps.")
+    steps: int = Field(0, ge=0, description="Optimizer steps.")
+    tokens: int | None = Field(
+        None,
+        gt=0,
+        description="Tokens of the phase, padding included, instead of steps (rounded up to them).",
+    )
     context: int = Field(gt=1, description="Tokens of one sequence.")
     batch_sequences: int = Field(gt=0, description="Sequences of one global batch.")
+    batch_ramp: tuple[RampStage, ...] = Field(
+        (), description="Smaller batches at the beginning of the phase, one stage after another."
+    )
     micro_sequences: int = Field(gt=0, description="Sequences of one forward and backward pass.")
     rope_theta: float | None = Field(
         None, gt=0, description="RoPE base, changed at the border; None takes the model's."
     )
     mixture: dict[str, float] = Field(description="Source name -> share of the tokens.")
+    mixture_final: dict[str, float] | None = Field(
+        None,
+        description="Shares at the end of the phase; they move there evenly over its tokens.",
+    )
     lr: float = Field(gt=0, description="Peak learning rate of Muon and AdamW.")
     lr_final: float = Field(ge=0, description="Learning rate at the end of the phase.")
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from zero.")
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine",
+        description="From the peak to lr_final after warm-up; wsd holds the peak until the last "
+        "decay_steps, which are linear.",
+    )
+    decay_steps: int = Field(0, ge=0, description="wsd: steps of the decay at the end.")
 
     @model_validator(mode="after")
     def _check(self) -> PhaseConfig:
-        if self.batch_sequences % self.micro_sequences:
-            raise ValueError(
-                f"phase {self.name!r}: batch_sequences ({self.batch_sequences}) must be a "
-                f"multiple of micro_sequences ({self.micro_sequences})"
-            )
-        if not self.mixture or any(w < 0 for w in self.mixture.values()):
-            raise ValueError(f"phase {self.name!r}: mixture needs shares that are not negative")
-        if sum(self.mixture.values()) <= 0:
-            raise ValueError(f"phase {self.name!r}: the shares of the mixture sum to zero")
+        batches = [stage.batch_sequences for stage in self.batch_ramp] + [self.batch_sequences]
+        for size in batches:
+            if size % self.micro_sequences:
+                raise ValueError(
+                    f"phase {self.name!r}: batch_sequences ({size}) must be a multiple of "
+                    f"micro_sequences ({self.micro_sequences})"
+                )
+        for field in ("mixture", "mixture_final"):
+            shares = getattr(self, field)
+            if shares is None:
+                continue
+            if not shares or any(w < 0 for w in shares.values()):
+                raise ValueError(f"phase {self.name!r}: {field} needs shares that are not negative")
+            if sum(shares.values()) <= 0:
+                raise ValueError(f"phase {self.name!r}: the shares of the {field} sum to zero")
         if self.lr_final > self.lr:
             raise ValueError(f"phase {self.name!r}: lr_final is above lr")
+        self._settle_steps()
         if self.warmup_steps >= self.steps:
             raise ValueError(
                 f"phase {self.name!r}: warmup_steps ({self.warmup_steps}) must be below "
                 f"steps ({self.steps})"
             )
+        if (self.schedule == "wsd") != (self.decay_steps > 0):
+            raise ValueError(f"phase {self.name!r}: decay_steps belongs to schedule wsd, and to it")
+        if self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"phase {self.name!r}: warmup_steps and decay_steps are more than its {self.steps} "
+                "steps"
+            )
         return self
 
+    def _settle_steps(self) -> None:
+        """Steps out of a budget of tokens."""
+        ramp = sum(stage.steps for stage in self.batch_ramp)
+        if self.tokens is not None:
+            sequences = -(-self.tokens // self.context) - self.slot(ramp)
+            steps = ramp + -(-sequences // self.batch_sequences)
+            if self.steps not in (0, steps):
+                raise ValueError(
+                    f"phase {self.name!r}: tokens = {self.tokens} are {steps} steps, but steps is "
+                    f"{self.steps}: leave one of them out"
+                )
+            object.__setattr__(self, "steps", steps)  # frozen for everybody else
+        if not self.steps:
+            raise ValueError(f"phase {self.name!r}: give it steps, or tokens")
+        if ramp >= self.steps:
+            raise ValueError(
+                f"phase {self.name!r}: batch_ramp lasts {ramp} steps; the phase has {self.steps}"
+            )
+
+    def sequences(self, step: int) -> int:
+        """Sequences of the global batch of a step within the phase."""
+        for stage in self.batch_ramp:
+            if step < stage.steps:
+                return stage.batch_sequences
+            step -= stage.steps
+        return self.batch_sequences
+
+    def slot(self, step: int) -> int:
+        """Sequences of all steps of the phase before one."""
+        slots = 0
+        for stage in self.batch_ramp:
+            part = min(step, stage.steps)
+            slots += part * stage.batch_sequences
+            step -= part
+        return slots + step * self.batch_sequences
+
     @property
-    def step_tokens(self) -> int:
-        """Tokens of one global batch, padding included."""
-        return self.batch_sequences * self.context
+    def total_tokens(self) -> int:
+        """Tokens of all steps, padding included."""
+        return self.slot(self.steps) * self.context
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Every source that the phase reads, with its largest share."""
+        names = {**self.mixture, **(self.mixture_final or {})}
+        ends = [self.mixture, self.mixture if self.mixture_final is None else self.mixture_final]
+        return {n: max(end.get(n, 0.0) / sum(end.values()) for end in ends) for n in names}
 
 
 class OptimizerConfig(_Section):
@@ -257,6 +354,13 @@ class Recipe(_Section):
     adapter: AdapterConfig | None = Field(
         None, description="Trains an adapter of `start_from`; None trains all weights."
     )
+    token_noise: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of input tokens that training replaces by others of the same sequence; "
+        "what is to be predicted stays. Against overfitting where data is short.",
+    )
     neftune_alpha: float = Field(
         0.0, ge=0, description="Noise on embeddings in training (arXiv 2310.05914); 5 is usual."
     )
@@ -271,7 +375,7 @@ class Recipe(_Section):
         if len(set(names)) != len(names):
             raise ValueError(f"phases need different names, got {names}")
         for phase in self.phases:
-            unknown = sorted(set(phase.mixture) - set(self.sources))
+            unknown = sorted(set(phase.shares) - set(self.sources))
             if unknown:
                 raise ValueError(
                     f"phase {phase.name!r} mixes unknown sources {unknown}; "
@@ -310,7 +414,7 @@ class Recipe(_Section):
 
     def evaluated(self, phase: PhaseConfig) -> list[str]:
         """Sources whose held-out loss is measured in a phase."""
-        return [n for n, share in phase.mixture.items() if share and self.sources[n].heldout]
+        return [n for n, share in phase.shares.items() if share and self.sources[n].heldout]
 
     def rope_theta(self, phase: PhaseConfig) -> float:
         """RoPE base of a phase."""
@@ -319,6 +423,11 @@ class Recipe(_Section):
     def max_position_embeddings(self, phase: PhaseConfig) -> int:
         """Longest context that the model is made for after a phase: what it has been trained on."""
         return phase.context if self.start_from is None else self.model.max_position_embeddings
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all phases, padding included."""
+        return sum(phase.total_tokens for phase in self.phases)
 
     @property
     def total_steps(self) -> int:

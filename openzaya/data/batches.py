@@ -1,10 +1,11 @@
 """The data of a whole run as one pure function: (recipe, seed, step) -> batch.
 
-Slot s of a phase (step * batch_sequences + row) belongs to a source and has an ordinal k within it
-(`mixture.py`); row k of that source is computed (`readers.py`). Nothing is remembered between
-calls, so a resumed run, or one on other ranks, sees the same rows in the same places. All orders
-are keyed by the phase's index too: contexts differ between phases, so a later phase that uses a
-source again does not go on where the earlier one stopped but has an order of its own.
+Slot s of a phase (the sequences of all steps before, plus the row) belongs to a source and has an
+ordinal k within it (`mixture.py`); row k of that source is computed (`readers.py`). Nothing is
+remembered between calls, so a resumed run, or one on other ranks, sees the same rows in the same
+places. All orders are keyed by the phase's index too: contexts differ between phases, so a later
+phase that uses a source again does not go on where the earlier one stopped but has an order of its
+own.
 """
 
 from __future__ import annotations
@@ -67,7 +68,15 @@ class DataPlan:
         self.stores: dict[str, TextStore] = {}
         self.dropped: dict[tuple[int, str], int] = {}
         self._mixtures = [
-            Mixture(phase.mixture, seed, "phase", index) for index, phase in enumerate(phases)
+            Mixture(
+                phase.mixture,
+                seed,
+                "phase",
+                index,
+                final=phase.mixture_final,
+                slots=phase.slot(phase.steps),
+            )
+            for index, phase in enumerate(phases)
         ]
         for name in dict.fromkeys(name for mix in self._mixtures for name in mix.sources):
             if sources[name].kind != "tasks":
@@ -94,8 +103,8 @@ class DataPlan:
         return reader
 
     def batch(self, phase: int, step: int) -> Batch:
-        """The global batch of a step, counted from 0 within its phase: [batch_sequences, seq]."""
-        return self.rows(phase, step, 0, self._phases[phase].batch_sequences)
+        """The global batch of a step, counted from 0 within its phase: [sequences, seq]."""
+        return self.rows(phase, step, 0, self._phases[phase].sequences(step))
 
     def rows(self, phase: int, step: int, start: int, stop: int) -> Batch:
         """Rows start to stop - 1 of that batch, without computing the others.
@@ -103,10 +112,11 @@ class DataPlan:
         Raises:
             IndexError: if they do not lie in the batch.
         """
-        size = self._phases[phase].batch_sequences
+        size = self._phases[phase].sequences(step)
         if not 0 <= start < stop <= size or step < 0:
             raise IndexError(f"rows {start}:{stop} of step {step} with {size} rows in a batch")
-        return stack([self._row(phase, step * size + row) for row in range(start, stop)])
+        first = self._phases[phase].slot(step)
+        return stack([self._row(phase, first + row) for row in range(start, stop)])
 
     def _row(self, phase: int, slot: int) -> Row:
         name, ordinal = self._mixtures[phase].assign(slot)

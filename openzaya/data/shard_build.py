@@ -39,7 +39,7 @@ from openzaya.data.shards import (
     read_manifest,
 )
 from openzaya.data.sources import Corpus
-from openzaya.data.split import SIDES, heldout_draw
+from openzaya.data.split import SIDES, heldout_draw, is_heldout
 from openzaya.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from openzaya.errors import UserError
 
@@ -231,6 +231,7 @@ class _Build:
         progress: Progress | None,
     ) -> None:
         self._folder, self._share, self._chat = folder, source.heldout, chat
+        self._ends = source.heldout_from == "end"
         self._tokenizer, self._masked = chat.tokenizer, source.kind == "chat"
         self._shard_tokens, self._workers, self._progress = shard_tokens, workers, progress
         self._corpus = Corpus(source, name)
@@ -242,6 +243,8 @@ class _Build:
         source = self._corpus.source
         fields = ("kind", "path", "field", "split", "revision", "separator")
         known = {field: value for field in fields if (value := getattr(source, field)) is not None}
+        if self._ends:
+            known["heldout_from"] = "end"
         if self._masked:
             known["loss_on"] = list(source.loss_on)
             known["form"] = hashlib.sha256(self._chat.digest.encode()).hexdigest()[:32]
@@ -343,7 +346,6 @@ class _Build:
         if self._progress is not None:
             self._progress(Done(documents, tokens, text, read))
         first = [replace(unit, skip=cursor.skip) for unit in islice(todo, 1)]
-        threshold = self._share * 2.0**64
         with ShardWriter(self._folder, self._shard_tokens, self._masked, len(shards)) as writer:
 
             def close() -> None:
@@ -358,7 +360,8 @@ class _Build:
                     if writer.full(sum(len(ids) for ids, _ in made)):
                         close()
                     draw = heldout_draw(cursor.texts, text_hash)
-                    held = (draw < threshold) != (cursor.texts == moved)
+                    held = is_heldout(cursor.texts, text_hash, self._share, self._ends)
+                    held ^= cursor.texts == moved
                     for number, (ids, mask) in enumerate(made):
                         writer.add(SIDES[held], ids, 0 if number else size, mask)
                     text += size

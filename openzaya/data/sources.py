@@ -180,7 +180,16 @@ class Corpus:
 
     def _text(self, path: Path, start: int, stop: int) -> Iterator[str]:
         text = _decode(path, start, stop, self.name)
-        if self.source.separator:
+        if self.source.heldout_from == "end":
+            border = int(len(text) * (1 - self.source.heldout))
+            parts = (text[:border], text[border:])
+            if not all(part.strip() for part in parts):
+                raise UserError(
+                    f"source {self.name!r}: {path} is too short to hold out its end: take it out, "
+                    'or set heldout_from = "documents"'
+                )
+            yield from parts
+        elif self.source.separator:
             yield from text.split(self.source.separator)
         elif self.source.kind == "bundled":
             yield from group(text.split("\n\n"), GROUP_CHARACTERS)

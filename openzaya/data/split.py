@@ -1,4 +1,8 @@
-"""Which documents are kept for evaluation: a hash of their place and content decides."""
+"""Which documents are kept for evaluation.
+
+A hash of their place and content decides; or, where the ends of files are held out, every file is
+two documents, the second of which is its end.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ def heldout_draw(index: int, text: str | int) -> int:
     return hash64("heldout", index, text)
 
 
-def is_heldout(index: int, text: str | int, share: float) -> bool:
-    """Whether a document belongs to the held-out share."""
+def is_heldout(index: int, text: str | int, share: float, ends: bool = False) -> bool:
+    """Whether a document belongs to the held-out share; `ends`: the ends of files do."""
+    if ends:
+        return index % 2 == 1
     return heldout_draw(index, text) < share * 2.0**64

@@ -56,6 +56,8 @@ def open_store(
     # What only shapes rows (`whole`, `style`) leaves the store as it is; `path` is in the content.
     relevant = source.model_dump(include={"kind", "field", "split", "separator", "heldout"})
     parts = [FORMAT, relevant, tokenizer.digest, fingerprint(source, name)]
+    if source.heldout_from == "end":
+        parts.append("end")
     if source.kind == "chat":
         parts += [CHAT_FORMAT, source.loss_on, chat.digest]
     folder = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -62,7 +62,7 @@ def sample(sources: Mapping[str, SourceConfig], total_bytes: int) -> Iterator[st
 def _texts(source: SourceConfig, name: str) -> Iterator[str]:
     if source.kind != "tasks":
         for index, text in enumerate(documents(source, name)):
-            if not is_heldout(index, text, source.heldout):
+            if not is_heldout(index, text, source.heldout, source.heldout_from == "end"):
                 yield text
         return
     size = index = 0

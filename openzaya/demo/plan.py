@@ -17,14 +17,28 @@ from openzaya.train.setup import pick_device
 def scaled(recipe: Recipe, total_steps: int) -> Recipe:
     """The recipe with its phases stretched or shrunk to `total_steps` steps in all.
 
-    Ratios between phases stay (to rounding); warm-ups shrink with short phases; every phase keeps
-    at least two steps.
+    Ratios between phases stay (to rounding), and so do those of a phase's batch ramp and decay;
+    warm-ups shrink with short phases; every phase keeps at least two steps.
     """
+    ratio = total_steps / recipe.total_steps
     phases = []
     for phase in recipe.phases:
-        steps = max(round(phase.steps * total_steps / recipe.total_steps), 2)
+        steps = max(round(phase.steps * ratio), 2)
         warmup = min(phase.warmup_steps, steps // 4)
-        phases.append(phase.model_copy(update={"steps": steps, "warmup_steps": warmup}))
+        ramp = [
+            stage.model_copy(update={"steps": part})
+            for stage in phase.batch_ramp
+            if (part := int(stage.steps * steps / phase.steps))
+        ]
+        decay = phase.decay_steps * steps / phase.steps
+        update = {
+            "steps": steps,
+            "tokens": None,
+            "batch_ramp": tuple(ramp),
+            "warmup_steps": warmup,
+            "decay_steps": min(max(round(decay), 1), steps - warmup) if decay else 0,
+        }
+        phases.append(phase.model_copy(update=update))
     return recipe.model_copy(update={"phases": tuple(phases)})
 
 
@@ -55,10 +69,10 @@ def measure_rate(recipe: Recipe, steps: int = 3) -> float:
             optimizer.zero_grad()
         float(model.head_weight[0, 0].detach())  # wait for the device
         seconds.append(time.perf_counter() - started)
-    return phase.step_tokens / statistics.median(seconds[1:])
+    return phase.batch_sequences * phase.context / statistics.median(seconds[1:])
 
 
 def fitted(recipe: Recipe, seconds: float, rate: float) -> Recipe:
     """The recipe with as many steps as `seconds` allow at `rate` tokens a second."""
-    tokens = sum(phase.steps * phase.step_tokens for phase in recipe.phases)
-    return scaled(recipe, max(int(recipe.total_steps * seconds * rate / tokens), 1))
+    steps = recipe.total_steps * seconds * rate / recipe.total_tokens
+    return scaled(recipe, max(int(steps), 1))

@@ -59,7 +59,9 @@ class LiveView:
         self._step = record["step"]
         self._record = record
         self._losses.append(record["loss"])
-        padded = self._phase().step_tokens
+        index, step = self._recipe.locate(self._step - 1)
+        phase = self._recipe.phases[index]
+        padded = phase.sequences(step) * phase.context
         self._recent.append((record["step_tokens"], padded, record["seconds"]))
         if self._live is not None:
             self._live.update(self._panel())
@@ -97,7 +99,7 @@ class LiveView:
         """Time left, by the tokens that are left, padding included on both sides."""
         left, done = 0, self._step
         for phase in self._recipe.phases:
-            left += max(phase.steps - done, 0) * phase.step_tokens
+            left += phase.total_tokens - phase.slot(min(done, phase.steps)) * phase.context
             done = max(done - phase.steps, 0)
         _, padded, spent = zip(*self._recent, strict=True)
         seconds = int(left * sum(spent) / sum(padded))

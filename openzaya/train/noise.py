@@ -1,4 +1,4 @@
-"""Noise that only training has: on embeddings (NEFTune, arXiv 2310.05914) and in adapters.
+"""Noise that only training has: in tokens, on embeddings (NEFTune, arXiv 2310.05914), in adapters.
 
 It is drawn from (seed, step, row), so a resumed run draws the same. The model knows nothing of it:
 noise on embeddings is added by a hook on the embedding that exists while a micro-batch runs, so
@@ -54,6 +54,27 @@ def training_noise(
             yield
         finally:
             hook.remove()
+
+
+def noisy_tokens(tokens: Tensor, recipe: Recipe, step: int, first_row: int) -> Tensor:
+    """Input tokens of a micro-batch, some replaced by others of their own row.
+
+    So no token comes in that the text does not have, and each about as often as in the text.
+
+    Args:
+        tokens: [batch, seq].
+        step: of the run.
+        first_row: of the micro-batch within the global batch.
+    """
+    if not recipe.token_noise:
+        return tokens
+    rows = []
+    for at, row in enumerate(tokens, first_row):
+        generator = _generator("tokens", recipe.seed, step, at)
+        hit = torch.rand(len(row), generator=generator) < recipe.token_noise
+        others = row[torch.randint(len(row), (len(row),), generator=generator)]
+        rows.append(torch.where(hit, others, row))
+    return torch.stack(rows)
 
 
 def neftune_noise(

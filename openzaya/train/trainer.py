@@ -24,7 +24,7 @@ from openzaya.train.adapter import prove_gradients
 from openzaya.train.evaluate import heldout_loss
 from openzaya.train.live import LiveView
 from openzaya.train.metrics import MetricsLog
-from openzaya.train.noise import training_noise
+from openzaya.train.noise import noisy_tokens, training_noise
 from openzaya.train.setup import RECIPE, Run, exclusive, open_run, write_tokenizer_files
 from openzaya.train.stop import StopRequest
 
@@ -168,8 +168,9 @@ class _Trainer:
                 return None
             rows = slice(start, start + micro_sequences)
             positions = batch.positions[rows].to(self.device)
+            tokens = noisy_tokens(batch.tokens[rows], self.recipe, self.state.step, start)
             with training_noise(model, self.recipe, self.state.step, start, positions):
-                out = model(batch.tokens[rows].to(self.device), positions=positions)
+                out = model(tokens.to(self.device), positions=positions)
                 loss = model.loss(out.hidden, batch.targets[rows].to(self.device)) / max(targets, 1)
                 loss.backward()
             total += float(loss.detach())

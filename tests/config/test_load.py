@@ -78,7 +78,7 @@ def test_overrides_reach_every_kind_of_field(recipe_file):
         ("seed='x'", "seed: .*got 'x'"),
         ("phases.one.steps='10'", "steps: .*got '10'"),
         ("phases.one.steps=2.5", "steps: .*got 2.5"),
-        ("phases.one.steps=0", "steps: .*got 0"),
+        ("phases.one.steps=0", "give it steps, or tokens"),
         ("phases.one.micro_sequences=3", "multiple of micro_sequences"),
         ("phases.one.mixture={b=1.0}", "unknown sources .'b'"),
         ("phases.one.mixture={a=0.0}", "sum to zero"),
@@ -119,8 +119,8 @@ def test_missing_and_broken_files(tmp_path):
 
 def test_a_missing_field_is_named(tmp_path):
     file = tmp_path / "m.toml"
-    file.write_text(SMALLEST.replace("steps = 10\n", ""))
-    with pytest.raises(UserError, match=r"phases\.0\.steps: missing"):
+    file.write_text(SMALLEST.replace("context = 16\n", ""))
+    with pytest.raises(UserError, match=r"phases\.0\.context: missing"):
         load_recipe(str(file))
 
 

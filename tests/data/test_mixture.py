@@ -56,3 +56,43 @@ def test_tiny_and_missing_shares_are_refused() -> None:
         Mixture({"a": 1.0, "b": 1e-7}, 0)
     with pytest.raises(UserError, match="sum to zero"):
         Mixture({"a": 0.0}, 0)
+
+
+@pytest.mark.parametrize(
+    ("shares", "final"),
+    [
+        ({"a": 1.0}, {"a": 0.2, "b": 0.8}),
+        ({"a": 1.0, "b": 0.0}, {"b": 3.0}),
+        ({"a": 0.5, "b": 0.5, "c": 0.0}, {"a": 0.2, "b": 0.0, "c": 0.001}),
+        ({"a": 1.0, "b": 1.0}, {"a": 2.0, "b": 2.0}),
+    ],
+)
+@pytest.mark.parametrize("slots", [1, 300, 20_000])
+def test_shares_that_move(shares: dict[str, float], final: dict[str, float], slots: int) -> None:
+    """Oracle: the integral of the line from one share to the other."""
+    mixture = Mixture(shares, 0, "phase", 0, final=final, slots=slots)
+    seen: dict[str, list[int]] = {name: [] for name in {**shares, **final}}
+    for slot in range(slots):
+        name, ordinal = mixture.assign(slot)
+        seen[name].append(ordinal)
+        done = slot + 1
+        if done % mixture.block == 0:
+            for other, ordinals in seen.items():
+                begin, end = (mix.get(other, 0.0) / sum(mix.values()) for mix in (shares, final))
+                expected = begin * done + (end - begin) * done * done / slots / 2
+                assert abs(len(ordinals) - expected) <= len(seen), (slot, other)
+    for ordinals in seen.values():
+        assert ordinals == list(range(len(ordinals)))
+    again = Mixture(shares, 0, "phase", 0, final=final, slots=slots)
+    middle = slots // 2
+    assert again.assign(middle) == Mixture(shares, 0, "phase", 0, final=final, slots=slots).assign(
+        middle
+    )
+
+
+def test_a_curriculum_of_trillions_of_tokens_is_settled_at_once() -> None:
+    mixture = Mixture({"a": 1.0}, 0, final={"b": 1.0}, slots=2_000_000_000)
+    counts = mixture._owned(-(-2_000_000_000 // mixture.block))
+    assert counts[0] == pytest.approx(counts[1], rel=1e-3)
+    assert mixture.assign(0)[0] == "a"
+    assert mixture.assign(1_999_999_999)[0] == "b"

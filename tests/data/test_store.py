@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from openzaya.config.recipe import SourceConfig
 from openzaya.data import encode, shard_build
@@ -12,6 +13,7 @@ from openzaya.data.shards import TextStore
 from openzaya.data.split import is_heldout
 from openzaya.data.store import open_store
 from openzaya.data.tokenizer import Tokenizer
+from openzaya.data.vocabulary import sample
 from openzaya.errors import UserError
 
 
@@ -130,3 +132,29 @@ def test_long_documents_are_cut_where_no_token_reaches_over(
     assert "".join(pieces) == play
     assert [i for piece in pieces for i in tokenizer.encode(piece)] == tokenizer.encode(play)
     assert split_long("x" * 2000) == ["x" * 2000]
+
+
+def test_the_ends_of_files_are_held_out(tmp_path, byte_tokenizer):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    texts = ["".join(chr(97 + (i * k) % 26) for i in range(1000)) for k in (3, 7)]
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    source = SourceConfig(kind="text", path=str(folder), heldout=0.1, heldout_from="end")
+    store = open_store("x", source, byte_tokenizer, tmp_path / "cache")
+    for side, part in ((store.train, slice(0, 900)), (store.heldout, slice(900, 1000))):
+        found = [byte_tokenizer.decode(side.document(i)) for i in range(len(side))]
+        assert found == [text[part] for text in texts]
+    assert list(sample({"x": source}, 10_000)) == [text[:900] for text in texts]
+    (folder / "2.txt").write_text("x")
+    with pytest.raises(UserError, match=r"2\.txt is too short to hold out its end"):
+        open_store("x", source, byte_tokenizer, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"kind": "jsonl"}, {"separator": "\n"}, {"heldout": 0.0}, {"kind": "tasks"}]
+)
+def test_ends_are_of_whole_texts(fields):
+    base = {"kind": "text", "path": "x", "heldout_from": "end"}
+    with pytest.raises(ValidationError, match="takes the end of whole files"):
+        SourceConfig.model_validate({**base, **fields})

@@ -45,3 +45,13 @@ def test_constant_stays():
 
 def test_a_phase_of_one_step_has_its_peak():
     assert learning_rate(phase(steps=1, warmup_steps=0), 0) == 1.0
+
+
+def test_warm_up_stable_decay():
+    p = phase(schedule="wsd", decay_steps=20)
+    rates = [learning_rate(p, step) for step in range(100)]
+    assert set(rates[10:80]) == {1.0}
+    assert rates[79] == 1.0 > rates[80]
+    assert rates[89] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in pairwise(rates[79:]))

@@ -10,7 +10,7 @@ import torch
 from openzaya.config.load import load_recipe
 from openzaya.model.lora import attach, kept, new_adapter
 from openzaya.train.adapter import dropped_inputs
-from openzaya.train.noise import neftune_noise, training_noise
+from openzaya.train.noise import neftune_noise, noisy_tokens, training_noise
 from tests.model.helpers import small_model, tokens_for
 
 
@@ -105,3 +105,15 @@ def test_dropout_leaves_channels_out_and_keeps_the_expectation():
 
 def relative(a, b):
     return float((a - b).norm() / b.norm())
+
+
+def test_noisy_tokens_are_of_the_row_itself_and_drawn_from_their_place():
+    recipe = load_recipe("tiny", ["token_noise=0.25"])
+    tokens = torch.stack([torch.arange(2000), 5000 + torch.arange(2000)])
+    noisy = noisy_tokens(tokens, recipe, 3, 0)
+    share = (noisy != tokens).float().mean()
+    assert float(share) == pytest.approx(0.25, abs=0.02)
+    assert (noisy // 5000 == tokens // 5000).all()
+    assert torch.equal(noisy_tokens(tokens[1:], recipe, 3, 1)[0], noisy[1])
+    assert not torch.equal(noisy_tokens(tokens, recipe, 4, 0), noisy)
+    assert noisy_tokens(tokens, load_recipe("tiny"), 3, 0) is tokens

@@ -84,6 +84,40 @@ def test_resuming_is_bit_identical(recipe, quiet, tmp_path, finished, stop_after
     assert_same_tensors(everything(run, 8), everything(finished, 8))
 
 
+def test_ramp_curriculum_and_noise_resume_like_everything_else(recipe, quiet, tmp_path):
+    """Stopped in the ramp, and after it."""
+    moving = [
+        "phases.text.context=128",
+        "phases.text.tokens=1792",
+        "phases.text.steps=0",
+        "phases.text.batch_ramp=[{batch_sequences=2, steps=1}]",
+        "phases.text.schedule=wsd",
+        "phases.text.decay_steps=2",
+        "phases.text.mixture_final={plays=0.2, sums=0.8}",
+        "token_noise=0.2",
+    ]
+    train(recipe("name=whole", *moving), tmp_path, quiet)
+    whole = curve(tmp_path / "whole")
+    tokens = [r["step_tokens"] for r in whole if "loss" in r]
+    assert tokens[0] <= 256 < tokens[1] <= 512
+    assert sorted(whole[-1]["heldout"]) == ["plays", "sums"]
+    original = trainer._Trainer._step
+    for stop_after in (1, 3):
+        name = f"name=parts{stop_after}"
+
+        def interrupted(self, phase, index, step, at=stop_after):
+            if self.state.step == at:
+                signal.raise_signal(signal.SIGTERM)
+            return original(self, phase, index, step)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer._Trainer, "_step", interrupted)
+            with pytest.raises(Stopped):
+                train(recipe(name, *moving), tmp_path, quiet)
+        train(recipe(name, *moving), tmp_path, quiet)
+        assert curve(tmp_path / f"parts{stop_after}") == whole
+
+
 def test_a_signal_between_micro_batches_gives_the_step_up(recipe, quiet, tmp_path, finished):
     """Half a step's gradients must not leak into the resumed one."""
 
