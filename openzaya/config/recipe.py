@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from openzaya.model.config import ModelConfig
 
 MAX_DECAY_BFLOAT16 = 0.98
-"""Largest decay of a running mean that bf16 can hold: smaller steps are rounded away
-(`benchmarks/muon.py --part states`)."""
+"""Largest decay of a running mean that bf16 can hold: bf16 keeps 8 bits, so steps below 1/256 are
+rounded away."""
 
 
 class _Section(BaseModel):

@@ -2,8 +2,7 @@
 
 A running mean that forgets 1 - beta a step must be able to move by that much: bf16 keeps 8 bits, so
 a step of less than 1/256 is rounded away, and with beta2 = 0.999 the second moment would never
-come down again. `MAX_DECAY_BFLOAT16` keeps a distance from that; with betas (0.9, 0.95) the moments
-stay within 0.6 % of fp32 ones, without bias (`benchmarks/muon.py --part states`).
+come down again. `MAX_DECAY_BFLOAT16` keeps a distance from that.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Our own because torch's takes 2-D parameters only: here a stack of matrices, [..., m, n], is
 updated matrix by matrix, so that the experts of one layer, or the gate and up halves of their
-first weight, are each orthogonalised alone. `docs/optimizers.md` says what is fast and why.
+first weight, are each orthogonalised alone.
 """
 
 from __future__ import annotations

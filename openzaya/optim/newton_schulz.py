@@ -11,7 +11,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 SYMMETRIC_FROM = 768
 """Short side from which the upper triangle of symmetric products is left out. Below it, the
-products of half the size lose more than they save (`benchmarks/muon.py`)."""
+products of half the size lose more than they save."""
 
 
 def newton_schulz(
