@@ -7,12 +7,13 @@ import importlib
 from collections.abc import Sequence
 from types import ModuleType
 
-HELP = "prepare data: tokenise it beforehand, look into shards, verify them"
+HELP = "prepare data: trim chats, tokenise beforehand, look into shards, verify them"
 
-VERBS = ("build", "inspect", "verify")
+VERBS = ("trim", "build", "inspect", "verify")
 
 _EPILOG = """\
 examples:
+  openzaya data trim --path chats.jsonl --tokenizer CHECKPOINT --context 4K 32K --out trimmed
   openzaya data build --kind jsonl --path corpus --tokenizer tokenizer.json --out shards
   openzaya data inspect shards
   openzaya data verify shards

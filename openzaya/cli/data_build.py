@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openzaya.cli.tokenizer import load_tokenizer
 from openzaya.cli.units import count, decimal
 from openzaya.errors import UserError
 
@@ -230,19 +231,12 @@ def _tokenizer(
 ) -> tuple[Tokenizer, Path | None]:
     """What the options ask for; without any, what the recipe asks for. And the folder it is in."""
     from openzaya.config.recipe import TokenizerConfig
-    from openzaya.data.tokenizer import TOKENIZER_FILE, Tokenizer
     from openzaya.data.vocabulary import obtain_tokenizer
 
     if args.tokenizer is not None and args.train_tokenizer is not None:
         raise UserError("--tokenizer and --train-tokenizer exclude each other: give one")
     if args.tokenizer is not None:
-        path = Path(args.tokenizer)
-        if path.is_dir() and not (path / TOKENIZER_FILE).is_file():
-            from openzaya.checkpoint.run import find_checkpoint  # slow to import
-
-            path = find_checkpoint(args.tokenizer)  # a run: its newest checkpoint
-        file = path / TOKENIZER_FILE if path.is_dir() else path
-        return Tokenizer.load(file), file.parent
+        return load_tokenizer(args.tokenizer)
     if args.train_tokenizer is not None:
         if args.train_tokenizer <= 256:
             raise UserError(f"--train-tokenizer is {args.train_tokenizer}; 256 bytes need more")
@@ -251,8 +245,5 @@ def _tokenizer(
     if recipe is None:
         raise UserError("which tokenizer? Give --tokenizer PATH, or --train-tokenizer N")
     if recipe.start_from is not None and recipe.tokenizer.path is None:
-        from openzaya.checkpoint.run import find_checkpoint  # slow to import
-
-        start = find_checkpoint(recipe.start_from)
-        return Tokenizer.load(start / TOKENIZER_FILE), start
+        return load_tokenizer(recipe.start_from)
     return obtain_tokenizer(recipe.tokenizer, recipe.sources), None

@@ -10,13 +10,14 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,8 @@ from openzaya.data.rng import text_hash
 from openzaya.data.sources import PIECE_BYTES, Corpus, Piece
 from openzaya.data.tokenizer import Tokenizer
 from openzaya.errors import UserError
+
+Result = TypeVar("Result")
 
 UNIT_PIECES = 1024
 _AHEAD = 4  # units a worker that may be under way or wait for their turn
@@ -164,46 +167,64 @@ def encode_all(
         todo: Read as far as there is work for.
         chat: Encodes conversations; its tokenizer encodes texts, and reads no name in them as a
             special token.
-        workers: Processes that read and encode, one core each; 0 does it here, with as many
-            threads as the tokenizer's library likes.
+        workers: As for `map_units`; 0 takes as many threads as the tokenizer's library likes.
 
     Raises:
         UserError: as reading does, or if a process dies.
     """
+    return map_units(corpus, todo, partial(encode_unit, chat=chat), workers)
+
+
+def map_units(
+    corpus: Corpus, todo: Iterable[Unit], work: Callable[[Corpus, Unit], Result], workers: int
+) -> Iterator[Result]:
+    """What `work` makes of units, in their order.
+
+    Args:
+        corpus: Where they come from.
+        todo: Read as far as there is work for.
+        work: A function of a module, or a `partial` of one: it must be pickled.
+        workers: Processes, one core each; 0 does it here.
+
+    Raises:
+        UserError: as `work` does, or if a process dies.
+    """
     if not workers:
         for unit in todo:
-            yield encode_unit(corpus, unit, chat)
+            yield work(corpus, unit)
         return
-    pool = _Pool(corpus, chat, workers)
+    pool = _Pool(corpus, work, workers)
     try:
         yield from pool.run(iter(todo))
     finally:
         pool.close()
 
 
-class _Pool:
-    """Processes that encode units, each one at a time.
+class _Pool(Generic[Result]):
+    """Processes that work on units, each one at a time.
 
     By hand, as `concurrent.futures` would have them keep the tokenizer in a global variable.
     """
 
-    def __init__(self, corpus: Corpus, chat: ChatEncoder, workers: int) -> None:
+    def __init__(
+        self, corpus: Corpus, work: Callable[[Corpus, Unit], Result], workers: int
+    ) -> None:
         # Spawned: a fork would copy the locks of threads that the tokenizer or torch has started.
         context = multiprocessing.get_context("spawn")
         self._processes: dict[Connection, BaseProcess] = {}
         for _ in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(corpus.source, corpus.name, chat, theirs), daemon=True
+                target=_serve, args=(corpus.source, corpus.name, work, theirs), daemon=True
             )
             process.start()
             theirs.close()
             self._processes[ours] = process
 
-    def run(self, todo: Iterator[Unit]) -> Iterator[Encoded]:
+    def run(self, todo: Iterator[Unit]) -> Iterator[Result]:
         """Hands out units as processes become free, and yields the results in order."""
         idle, busy = list(self._processes), set[Connection]()
-        results: dict[int, Encoded | Exception] = {}
+        results: dict[int, Result | Exception] = {}
         order: list[int] = []  # units under way or waiting, from `position` on
         position = 0
         more = True
@@ -237,7 +258,7 @@ class _Pool:
         except OSError as error:
             raise self._dead(connection) from error
 
-    def _receive(self, connection: Connection) -> tuple[int, Encoded | Exception]:
+    def _receive(self, connection: Connection) -> tuple[int, Result | Exception]:
         try:
             index, result = connection.recv()
         except (EOFError, OSError) as error:
@@ -248,8 +269,8 @@ class _Pool:
         process = self._processes[connection]
         process.join(1)
         return UserError(
-            f"a process that encodes text has died (exit code {process.exitcode}), perhaps for "
-            "want of memory: use fewer workers"
+            f"a process that reads and encodes has died (exit code {process.exitcode}), perhaps "
+            "for want of memory: use fewer workers"
         )
 
     def close(self) -> None:
@@ -261,10 +282,13 @@ class _Pool:
             process.join()
 
 
-def _work(
-    source: SourceConfig, name: str, chat: ChatEncoder, connection: Connection
+def _serve(
+    source: SourceConfig,
+    name: str,
+    work: Callable[[Corpus, Unit], Any],
+    connection: Connection,
 ) -> None:  # pragma: no cover - runs in another process
-    """Encodes what comes through the connection, until it closes."""
+    """Works on what comes through the connection, until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the first process decides
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with suppress(EOFError, OSError):
@@ -272,7 +296,7 @@ def _work(
         while True:
             unit: Unit = connection.recv()
             try:
-                result: Encoded | Exception = encode_unit(corpus, unit, chat)
+                result = work(corpus, unit)
             except (UserError, OSError) as error:
                 result = error
             connection.send((unit.index, result))

@@ -150,12 +150,19 @@ class Corpus:
         Raises:
             UserError: if a row holds no conversation, naming it.
         """
+        return (conversation for _, conversation in self.chat_rows(piece))
+
+    def chat_rows(self, piece: Piece) -> Iterator[tuple[dict[str, Any], Conversation]]:
+        """As `conversations`, each behind the row it was read from.
+
+        Rows of JSON come with all that they hold, those of parquet with what is read of them.
+        """
         path = Path(piece.path)
         sparse = self._form(path) == "parquet"
         for where, row in self._rows_of(path, piece.start, piece.stop):
             conversation = parse_conversation(row, where, sparse)
             if not conversation.text.isspace() and conversation.text:
-                yield conversation
+                yield row, conversation
 
     def empty(self) -> UserError:
         """What to raise when no piece held a document."""

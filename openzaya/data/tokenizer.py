@@ -141,6 +141,11 @@ class Tokenizer:
         inner = self._special if special else self._plain
         return list(inner.encode(_valid(text), add_special_tokens=False).ids)
 
+    def ends(self, text: str) -> list[int]:
+        """Where each token of `encode(text)` ends, in characters of the text, ascending."""
+        encoding = self._plain.encode(_valid(text), add_special_tokens=False)
+        return [end for _, end in encoding.offsets]
+
     def spelling_out(self, names: Iterable[str]) -> Tokenizer:
         """A tokenizer whose plain reading spells these added tokens out too, special or not."""
         content, wanted = json.loads(self._json), set(names)

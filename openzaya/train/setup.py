@@ -100,9 +100,11 @@ def open_run(recipe: Recipe, folder: Path, console: Console) -> Run:
             chat,
         )
     for (phase, name), dropped in plan.dropped.items():
+        chats = recipe.sources[name].kind == "chat"
+        advice = "; `openzaya data trim` shortens chats and keeps their answers" if chats else ""
         console.print(
             f"{name}: {dropped:,} documents are longer than the context of phase "
-            f"{recipe.phases[phase].name} and left out",
+            f"{recipe.phases[phase].name} and left out{advice}",
             highlight=False,
         )
     _check_evaluation(recipe, plan)

@@ -182,7 +182,97 @@ def test_a_recipe_names_corpus_and_tokenizer(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["vocab_size"] == 512
 
 
-@pytest.mark.parametrize("verb", ["build", "inspect", "verify"])
+@pytest.fixture
+def chats(tmp_path):
+    """Ten chats with ever longer reasoning, and a tokenizer of single bytes."""
+    turns = [
+        [
+            {"role": "user", "content": "Why?"},
+            {"role": "assistant", "reasoning_content": "hm " * 30 * i, "content": f"Because {i}."},
+        ]
+        for i in range(10)
+    ]
+    rows = "".join(json.dumps({"messages": messages}) + "\n" for messages in turns)
+    (tmp_path / "chats.jsonl").write_text(rows)
+    Tokenizer.train([], 263).save(tmp_path / "tokenizer.json")
+    return tmp_path
+
+
+def trim_arguments(chats, *more):
+    where = ["--path", str(chats / "chats.jsonl"), "--tokenizer", str(chats / "tokenizer.json")]
+    return ["data", "trim", *where, "--out", str(chats / "out"), "--workers", "1", *more]
+
+
+def test_trim_writes_a_file_for_every_stage(chats, capsys):
+    assert cli.main(trim_arguments(chats, "--context", "200", "1K")) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines()[:-1])) <= 80
+    lines = (chats / "out/200.jsonl").read_text().splitlines()
+    answers = [json.loads(line)["messages"][-1]["content"] for line in lines]
+    assert answers == [f"Because {i}." for i in range(10)]
+    assert len((chats / "out/1024.jsonl").read_text()) > len("".join(lines))
+    assert cli.main(trim_arguments(chats, "--context", "200")) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_what_was_trimmed_trains(chats, capsys):
+    assert cli.main(trim_arguments(chats, "--context", "30", "200", "--json")) == 0
+    small, large = json.loads(capsys.readouterr().out)["contexts"]
+    assert small["dropped"] == 10
+    assert (large["whole"], large["cut"], large["exact"]) == (2, 8, 8)
+    (chats / "recipe.toml").write_text(
+        f"""
+        name = "trimmed"
+        model.preset = "tiny"
+        tokenizer.path = "{chats}/tokenizer.json"
+        sources.chats = {{kind = "chat", path = "{chats}/out/200.jsonl", heldout = 0}}
+        run.eval_every = 0
+        [[phases]]
+        name = "chat"
+        steps = 2
+        context = 200
+        batch_sequences = 2
+        micro_sequences = 2
+        lr = 1e-3
+        lr_final = 1e-3
+        mixture.chats = 1.0
+        """
+    )
+    recipe = load_recipe(str(chats / "recipe.toml"))
+    train(recipe, chats / "runs", Console(quiet=True))
+    assert len(read_metrics(chats / "runs/trimmed")) >= 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--context", "4X"], "'4X' is no number of tokens"),
+        (["--context", "0"], "'0' is no number of tokens"),
+        (["--context", "1K", "1024"], "names a length twice"),
+        (["--context", "1K", "--workers", "0"], "--workers is 0"),
+        (["--context", "1K", "--path", "/nowhere"], "no chat file at '/nowhere'"),
+        (["--context", "1K", "--tokenizer", "/nowhere"], "cannot read the tokenizer"),
+    ],
+)
+def test_trim_refuses_bad_input_at_once(more, message, chats, capsys):
+    there = sorted(chats.iterdir())
+    assert cli.main(trim_arguments(chats, *more)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert message in err
+    assert sorted(chats.iterdir()) == there
+
+
+def test_a_trim_that_fails_leaves_nothing(chats, capsys):
+    with (chats / "chats.jsonl").open("a") as file:
+        file.write('{"messages": [{}]}\n')
+    there = sorted(chats.iterdir())
+    assert cli.main(trim_arguments(chats, "--context", "100")) == 2
+    assert "chats.jsonl:11" in capsys.readouterr().err
+    assert sorted(chats.iterdir()) == there
+
+
+@pytest.mark.parametrize("verb", ["trim", "build", "inspect", "verify"])
 def test_every_verb_teaches_by_example(verb, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["data", verb, "--help"])
